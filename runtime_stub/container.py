@@ -1,14 +1,14 @@
 """The artifact as a file: opens it, proves its structure, hands out its parts.
 
-In: the path of a ``.zla`` file.  Out: :class:`Artifact`, with the manifest, the members of the ZIP at
-the file's end and the mapped weights.  Next file: ``cli.py``.  The format on one page is in
+In: the path of a ``.zla`` file.  Out: :class:`Artifact`, with the manifest, the members of the ZIP
+at the file's end and the mapped weights.  Next file: ``cli.py``.  The format on one page is in
 ``artifacts/README.md``; the writer (``compiler/artifact/writer.py``) builds its records with the
 functions here, so the two cannot drift apart.
 
 Every field of every record has exactly one legal value, so one changed byte in the header, a ZIP
 record or the manifest is found when the file is opened.  Members are hashed when read, weights only
-by :meth:`Artifact.verify_all`.  ``InputFileError`` (exit 3): no file, not an artifact, or an artifact
-of another format version.  ``IntegrityError`` (exit 6): an artifact whose bytes were changed.
+by :meth:`Artifact.verify_all`.  ``InputFileError`` (exit 3): no file, not an artifact, or an
+artifact of another format version.  ``IntegrityError`` (exit 6): its bytes were changed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ TENSOR_ALIGN = 64  # a cache line, and one vector of every supported instruction
 
 SHEBANG = b"#!/usr/bin/env python3\n"
 _MAGIC = re.compile(
-    rb"# zerolayer artifact, format (\d{1,4})\.(\d{1,4}), needs zerolayer (\d{1,4}(?:\.\d{1,4}){0,2})"
-    rb" or later\n"
+    rb"# zerolayer artifact, format (\d{1,4})\.(\d{1,4}), "
+    rb"needs zerolayer (\d{1,4}(?:\.\d{1,4}){0,2}) or later\n"
 )
 
 # Limits: each has its reason in artifacts/README.md and a test that breaks it.
@@ -127,7 +127,7 @@ def align_up(value: int, alignment: int) -> int:
     return (value + alignment - 1) & -alignment
 
 
-# -- manifest ----------------------------------------------------------------------------------------
+# -- manifest --------------------------------------------------------------------------------------
 
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _NOT_BRACKETS = bytes(c for c in range(256) if c not in b"[]{}")
@@ -136,8 +136,8 @@ _NOT_BRACKETS = bytes(c for c in range(256) if c not in b"[]{}")
 def digest_of(raw: bytes, digest: str) -> Optional[str]:
     """The digest that the manifest ``raw`` should carry: its SHA-256 with its own digest zeroed.
 
-    None when ``digest`` is not there exactly once.  The manifest holds the hash of every other byte of
-    the file, so this is the digest of everything.
+    None when ``digest`` is not there exactly once.  The manifest holds the hash of every other byte
+    of the file, so this is the digest of everything.
     """
     token = b'"digest":"' + digest.encode("ascii", "replace") + b'"'
     if raw.count(token) != 1:
@@ -188,16 +188,16 @@ def parse_json(raw: bytes, limit: int = MAX_MANIFEST_BYTES) -> Any:
     )
 
 
-# -- the open artifact -------------------------------------------------------------------------------
+# -- the open artifact -----------------------------------------------------------------------------
 
 
 class Artifact:
     """An open artifact whose structure has been proved.
 
     ``manifest`` is the parsed manifest; ``digest`` identifies the file's whole content;
-    ``weights_offset`` and ``weights_size`` are bytes from the start of the file.  Offsets inside the
-    manifest's ``weights`` count from ``weights_offset``.  Close it, or use it in a ``with`` statement; a
-    mapping from :meth:`map_weights` stays valid after that.
+    ``weights_offset`` is in bytes from the start of the file, ``weights_size`` in bytes.  Offsets
+    inside the manifest's ``weights`` count from ``weights_offset``.  Close it, or use it in a
+    ``with`` statement; a mapping from :meth:`map_weights` stays valid after that.
     """
 
     def __init__(self, path: str, fd: int, size: int) -> None:
@@ -219,7 +219,7 @@ class Artifact:
         self.digest = self.manifest["digest"]
         self._hashes = {f["name"]: f["sha256"] for f in self.manifest["files"]}
 
-    # public ----------------------------------------------------------------------------------------
+    # public -------------------------------------------------------------------------------------
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -257,7 +257,7 @@ class Artifact:
         return data
 
     def map_weights(self) -> tuple[mmap.mmap, int]:
-        """The weights region mapped read-only and shared: (mapping, offset of its first byte in it).
+        """The weights region mapped read-only and shared: (mapping, offset of its first byte).
 
         Raises ResourceError when the host cannot map it, InputFileError when there are no weights.
         """
@@ -286,7 +286,7 @@ class Artifact:
     def verify_section(
         self, section: dict[str, Any], progress: Optional[Callable[[int], None]] = None
     ) -> None:
-        """Checks one section of the weights against its SHA-256.  Raises IntegrityError naming it."""
+        """Checks one section of the weights against its SHA-256; IntegrityError names it."""
         hasher = hashlib.sha256()
         at = self.weights_offset + section["offset"]
         left = section["size"]
@@ -304,7 +304,7 @@ class Artifact:
             )
 
     def verify_all(self, progress: Optional[Callable[[int, int], None]] = None) -> None:
-        """Checks every hash in the file; ``progress(bytes done, bytes in all)`` is called meanwhile.
+        """Checks every hash in the file, calling ``progress(bytes done, bytes in all)`` meanwhile.
 
         Raises IntegrityError naming the first member or section that was changed.
         """
@@ -339,7 +339,7 @@ class Artifact:
     def __del__(self) -> None:
         self.close()
 
-    # structure -------------------------------------------------------------------------------------
+    # structure ----------------------------------------------------------------------------------
 
     def _damaged(self, what: str) -> NoReturn:
         raise IntegrityError(
@@ -378,7 +378,7 @@ class Artifact:
                 f"an artifact of format version {major}.{minor}; this program reads format "
                 f"{FORMAT_MAJOR}",
                 where=self.path,
-                next_step=f"use zerolayer {needs} or later, or run the file itself: it carries its loader",
+                next_step=f"use zerolayer {needs} or later, or run the file: it carries its loader",
             )
         if self.size < HEADER_BYTES + END_BYTES:
             self._damaged(f"the file has {self.size} bytes and ends inside the header")
@@ -387,7 +387,7 @@ class Artifact:
         return major, minor
 
     def _check_zip(self) -> int:
-        """Checks the end record, the directory and every local header; returns where the ZIP starts."""
+        """Checks the end record, the directory, every local header; returns the ZIP's start."""
         end_at = self.size - END_BYTES
         end = _END.unpack(self._read(end_at, END_BYTES, "the ZIP end record"))
         count, directory_size, directory_offset = end[4], end[5], end[6]
@@ -395,7 +395,7 @@ class Artifact:
         self._same(end, expected, _END_FIELDS, "ZIP end record")
         if not 1 <= count <= MAX_MEMBERS:
             self._damaged(f"ZIP end record: entries is {count}, not 1 to {MAX_MEMBERS}")
-        zip_start = end_at - directory_size - directory_offset
+        zip_start: int = end_at - directory_size - directory_offset
         if zip_start < HEADER_BYTES or directory_offset + directory_size > MAX_ZIP_BYTES:
             self._damaged("ZIP end record: directory size or offset points outside the file")
         if zip_start % SECTION_ALIGN:
@@ -456,7 +456,7 @@ class Artifact:
         self, got: tuple[Any, ...], want: tuple[Any, ...], fields: tuple[str, ...], place: str
     ) -> None:
         if got != want:
-            for field, g, w in zip(fields, got, want):
+            for field, g, w in zip(fields, got, want):  # noqa: B905 (Python 3.9)
                 if g != w:
                     self._damaged(f"{place}: {field} is {g!r}, not {w!r}")
 
@@ -507,7 +507,7 @@ class Artifact:
         if self._integer(weights, "offset", "manifest weights", MAX_FILE_BYTES) != HEADER_BYTES:
             self._damaged(f"manifest weights: offset is not {HEADER_BYTES}")
         if self._integer(weights, "size", "manifest weights", MAX_FILE_BYTES) != self.weights_size:
-            self._damaged(f"manifest weights: size is not the {self.weights_size} bytes of the file")
+            self._damaged(f"manifest weights: size is not the file's {self.weights_size} bytes")
         ends: dict[str, int] = {}
         order: list[str] = []
         at = 0
