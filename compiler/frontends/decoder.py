@@ -1,8 +1,8 @@
 """Builds the float32 graph of a decoder-only language model from its description and weights.
 
 In: a :class:`ModelConfig` and weights under canonical names, from ``gguf.py`` or ``hf.py``.
-Out: an ``onnx_ir.Model`` at opset 24, as laid down in ``docs/architecture.md`` ("The frontend graph"):
-single sequence, no cache, weights in the file's own format.  Next file: ``../passes``.
+Out: an ``onnx_ir.Model`` at opset 24, as laid down in ``docs/architecture.md`` ("The frontend
+graph"): single sequence, no cache, weights in the file's own format.  Next file: ``../passes``.
 
 A value carries the name of the node that makes it, and node names are places: ``embed`` and
 ``layers.3.mlp.add`` are the residual stream after the embedding and after layer 3.
@@ -17,7 +17,7 @@ import onnx_ir as ir
 from zerolayer.runtime_stub.errors import InputFileError
 
 from .config import ModelConfig
-from .weights import Weight
+from .weights import Array, Weight
 
 OPSET = 24
 IR_VERSION = 12
@@ -31,7 +31,7 @@ _GELU = {"gelu_tanh": "tanh", "gelu": "none"}
 
 
 def expected_weights(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every weight the graph of ``config`` reads: canonical name -> logical shape, in graph order."""
+    """Every weight that the graph of ``config`` reads: name -> logical shape, in graph order."""
     d, f, hd = config.hidden_size, config.intermediate_size, config.head_dim
     sizes = {"q": config.n_heads * hd, "k": config.n_kv_heads * hd, "v": config.n_kv_heads * hd}
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocab_size, d)}
@@ -134,9 +134,10 @@ def check_weights(config: ModelConfig, weights: Mapping[str, Weight], where: str
 def build_decoder(config: ModelConfig, weights: Mapping[str, Weight], name: str) -> ir.Model:
     """The graph ``tokens[T], positions[T] -> logits[T, vocab]`` (INT64 in, FLOAT out).
 
-    ``weights`` maps canonical names to weights; the set must be exactly ``expected_weights(config)``.
-    ``name`` names the graph and is the place in errors.  Raises InputFileError naming the weight that
-    is missing, unused or misshapen, or the sizes that contradict each other.
+    ``weights`` maps canonical names to weights; the set must be exactly
+    ``expected_weights(config)``.  ``name`` names the graph and is the place in errors.  Raises
+    InputFileError naming the weight that is missing, unused or misshapen, or the sizes that
+    contradict each other.
     """
     check_config(config, name)
     check_weights(config, weights, name)
@@ -163,6 +164,7 @@ class _GraphBuilder:
         inputs: Sequence[ir.Value | None],
         shape: Dims,
         name: str,
+        *,
         dtype: ir.DataType = F32,
         domain: str = "",
         attributes: Mapping[str, int | float | str] | None = None,
@@ -177,9 +179,7 @@ class _GraphBuilder:
         self.nodes.append(ir.Node(domain, op_type, inputs, attrs, outputs=[out], name=name))
         return out
 
-    def constant(
-        self, name: str, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
-    ) -> ir.Value:
+    def constant(self, name: str, array: Array) -> ir.Value:
         """A small constant as an initializer; made once per name."""
         if name not in self.initializers:
             self._initializer(name, ir.Tensor(array, name=name))
@@ -266,30 +266,25 @@ class _DecoderBuilder(_GraphBuilder):
     def embedding(self) -> ir.Value:
         """Rows of the table (decoded after the gather), scale, learned positions: [T, D]."""
         config = self.config
-        steps = ["embed.gather"]
-        if config.embedding_scale != 1.0:
-            steps.append("embed.scale")
-        if config.learned_positions:
-            steps.append("embed.add")
-        x = self.gather("embed.weight", self.tokens, "embed", last=len(steps) == 1)
-        if config.embedding_scale != 1.0:
+        scaled, learned = config.embedding_scale != 1.0, config.learned_positions
+        table = "embed.rows" if scaled or learned else "embed"
+        x = self.gather("embed.weight", self.tokens, table)
+        if scaled:
             scale = self.scalar("const.embedding_scale", config.embedding_scale)
-            last = steps[-1] == "embed.scale"
-            x = self.op("Mul", [x, scale], self.rows(), "embed" if last else "embed.scaled")
-        if config.learned_positions:
-            p = self.gather("embed.positions", self.positions, "embed.positions", last=False)
+            x = self.op("Mul", [x, scale], self.rows(), "embed.scaled" if learned else "embed")
+        if learned:
+            p = self.gather("embed.positions", self.positions, "embed.positions.rows")
             x = self.op("Add", [x, p], self.rows(), "embed")
         return x
 
-    def gather(self, weight: str, indices: ir.Value, place: str, last: bool) -> ir.Value:
-        """Rows of ``weight`` as float32 [T, D]; the last node is named ``place`` if ``last``."""
+    def gather(self, weight: str, indices: ir.Value, place: str) -> ir.Value:
+        """Rows of ``weight`` as float32 [T, D]; the last node is named ``place``."""
         raw = self.raw(weight)
-        decoded = self.weights[weight].format != "F32"
-        name = place if last and not decoded else f"{place}.gather"
         assert raw.shape is not None and raw.dtype is not None
-        shape = ("T", *(int(d) for d in raw.shape.numpy()[1:]))
-        x = self.op("Gather", [raw, indices], shape, name, raw.dtype, attributes={"axis": 0})
-        return self.decode(x, weight, self.rows(), place if last else f"{place}.rows")
+        shape: Dims = ["T", *(int(d) for d in raw.shape.numpy()[1:])]
+        name = place if self.weights[weight].format == "F32" else f"{place}.raw"
+        x = self.op("Gather", [raw, indices], shape, name, dtype=raw.dtype, attributes={"axis": 0})
+        return self.decode(x, weight, self.rows(), place)
 
     def rows(self) -> tuple[str, int]:
         return ("T", self.config.hidden_size)
@@ -299,7 +294,9 @@ class _DecoderBuilder(_GraphBuilder):
         rope, at = self.config.ropes[j], f"rope.{j}"
         half = len(rope.inv_freq)
         inv_freq = self.constant(f"{at}.inv_freq", np.array(rope.inv_freq, np.float32))
-        column = self.op("Unsqueeze", [self.positions, self.ints(1)], ["T", 1], f"{at}.column", I64)
+        column = self.op(
+            "Unsqueeze", [self.positions, self.ints(1)], ["T", 1], f"{at}.column", dtype=I64
+        )
         where = self.op("Cast", [column], ["T", 1], f"{at}.position", attributes={"to": int(F32)})
         angles = self.op("Mul", [where, inv_freq], ["T", half], f"{at}.angles")
 
@@ -315,15 +312,18 @@ class _DecoderBuilder(_GraphBuilder):
 
     def window_mask(self, window: int) -> ir.Value:
         """BOOL[T, T]: query i sees key j when 0 <= position i - position j < window."""
-        at, t = f"mask.{window}", ["T", "T"]
-        query = self.op("Unsqueeze", [self.positions, self.ints(1)], ["T", 1], f"{at}.query", I64)
-        key = self.op("Unsqueeze", [self.positions, self.ints(0)], [1, "T"], f"{at}.key", I64)
-        distance = self.op("Sub", [query, key], t, f"{at}.distance", I64)
+        at = f"mask.{window}"
+        t: Dims = ["T", "T"]
+        query = self.op(
+            "Unsqueeze", [self.positions, self.ints(1)], ["T", 1], f"{at}.query", dtype=I64
+        )
+        key = self.op("Unsqueeze", [self.positions, self.ints(0)], [1, "T"], f"{at}.key", dtype=I64)
+        distance = self.op("Sub", [query, key], t, f"{at}.distance", dtype=I64)
         zero = self.constant("const.zero", np.array(0, np.int64))
         limit = self.constant(f"{at}.limit", np.array(window, np.int64))
-        past = self.op("GreaterOrEqual", [distance, zero], t, f"{at}.past", ir.DataType.BOOL)
-        near = self.op("Less", [distance, limit], t, f"{at}.near", ir.DataType.BOOL)
-        return self.op("And", [past, near], t, at, ir.DataType.BOOL)
+        past = self.op("GreaterOrEqual", [distance, zero], t, f"{at}.past", dtype=ir.DataType.BOOL)
+        near = self.op("Less", [distance, limit], t, f"{at}.near", dtype=ir.DataType.BOOL)
+        return self.op("And", [past, near], t, at, dtype=ir.DataType.BOOL)
 
     def attention_block(self, x: ir.Value, i: int) -> ir.Value:
         """x + attention(norm(x)): [T, D] -> [T, D]."""
@@ -342,10 +342,10 @@ class _DecoderBuilder(_GraphBuilder):
         attributes: dict[str, int | float | str] = {
             "q_num_heads": heads,
             "kv_num_heads": kv_heads,
-            "scale": config.scale,
+            "scale": float(config.scale),
         }
         if config.attention_softcap:
-            attributes["softcap"] = config.attention_softcap
+            attributes["softcap"] = float(config.attention_softcap)
         if layer.window is None:
             attributes["is_causal"] = 1
         else:
@@ -385,7 +385,7 @@ class _DecoderBuilder(_GraphBuilder):
         if config.logit_softcap:
             cap = config.logit_softcap
             factors += [("softcap.in", 1.0 / cap), ("softcap.tanh", None), ("softcap.out", cap)]
-        shape = ["T", config.vocab_size]
+        shape: Dims = ["T", config.vocab_size]
         x = self.gemm(x, weight, None, config.vocab_size, "lm_head" if factors else "logits")
         for k, (step, factor) in enumerate(factors):
             name = "logits" if k == len(factors) - 1 else f"logits.{step}"
@@ -437,7 +437,7 @@ class _DecoderBuilder(_GraphBuilder):
         )
 
     def activation(self, x: ir.Value, place: str) -> ir.Value:
-        shape = ["T", self.config.intermediate_size]
+        shape: Dims = ["T", self.config.intermediate_size]
         kind = self.config.activation
         if kind in _GELU:
             return self.op("Gelu", [x], shape, place, attributes={"approximate": _GELU[kind]})
