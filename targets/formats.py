@@ -7,7 +7,7 @@ a packer can keep a tensor at its bits.  Next file: a family's packer, such as `
 A row of K elements is K / ``block_elems`` blocks in order.  For every format, with ``g`` the group
 (``group`` consecutive elements) and ``b`` the block of an element,
 
-    w = scale[g] * (code - zero_point) + min[g]                                     (IQ4_NL: its table)
+    w = scale[g] * (code - zero_point) + min[g]                              (IQ4_NL: its table)
 
     format   code  zero  block group  scale[g]         min[g]
     Q4_0     0..15    8     32    32  d                0
@@ -23,10 +23,10 @@ A row of K elements is K / ``block_elems`` blocks in order.  For every format, w
     IQ4_NL   0..15    -     32    32  d                0                    w = d * VALUES[code]
 
 ``d``, ``m`` and ``dmin`` are float16, one per block; ``scales`` and ``mins`` are integers, one per
-group; VALUES is ``IQ4_NL_VALUES``.  Each product above has at most 24 significant bits (11 of a half,
-6 to 8 of a sub-scale, 2 to 8 of a code), so it is exact in float32 and only the final addition rounds:
-fused multiply-add gives the same bits as multiply and add, and folding ``zero_point`` into ``min``
-changes nothing.
+group; VALUES is ``IQ4_NL_VALUES``.  Each product above has at most 24 significant bits (11 of a
+half, 6 to 8 of a sub-scale, 2 to 8 of a code), so it is exact in float32 and only the final
+addition rounds: fused multiply-add gives the same bits as multiply and add, and folding
+``zero_point`` into ``min`` changes nothing.
 """
 
 from __future__ import annotations
@@ -210,7 +210,8 @@ def quantize(format: str, x: F32) -> U8:
     if not np.isfinite(x).all():
         raise InputFileError("weights hold values that are not finite", where=format)
     blocks = np.ascontiguousarray(x).reshape(n * (k // fmt.block_elems), fmt.block_elems)
-    return _QUANTIZE[format](blocks).reshape(n, size)
+    with np.errstate(over="ignore", invalid="ignore"):  # _to_half refuses what overflows
+        return _QUANTIZE[format](blocks).reshape(n, size)
 
 
 # --- reading -----------------------------------------------------------------------------------
@@ -408,7 +409,7 @@ _UNPACK: Mapping[str, Callable[[BlockFormat, U8], Components]] = MappingProxyTyp
 
 def _to_half(values: F32, format: str) -> U8:
     """[B] float32 -> the bytes of its float16, uint8 [B, 2]."""
-    if values.size and float(np.abs(values).max()) > 65504.0:
+    if values.size and not float(np.abs(values).max()) <= 65504.0:
         raise InputFileError(
             "a block's scale exceeds float16 (65504)", where=format, next_step="keep this tensor"
         )
@@ -425,7 +426,7 @@ def _inverse(d: F32) -> F32:
 
 def _pack_nibbles(codes: U8) -> U8:
     """codes [B, 32] -> [B, 16], the inverse of :func:`_nibbles`."""
-    packed: U8 = codes[:, :16] | (codes[:, 16:] << 4)
+    packed: U8 = codes[:, :16] | (codes[:, 16:] << np.uint8(4))
     return packed
 
 
@@ -452,8 +453,8 @@ def _quantize_q8_0(x: F32) -> U8:
     size = np.abs(scaled)
     whole = np.floor(size)
     whole += np.floor(2 * (size - whole))  # half away from zero, as C's roundf
-    codes = np.copysign(whole, scaled).astype(np.int8).view(np.uint8)
-    return np.concatenate([_to_half(d, "Q8_0"), codes], axis=1)
+    codes = np.copysign(whole, scaled).astype(np.int8)
+    return np.concatenate([_to_half(d, "Q8_0"), codes.view(np.uint8)], axis=1)
 
 
 _QUANTIZE: Mapping[str, Callable[[F32], U8]] = MappingProxyType(
