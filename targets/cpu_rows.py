@@ -1,0 +1,212 @@
+"""The CPU family's kernel table.
+
+In: nothing.  Out: ``ROWS`` (one :class:`KernelRow` per kernel and instruction-set level, best first),
+``C_NAMES`` (how a constant that is a string is spelled in C) and :func:`scratch_bytes`.  Next file:
+``cpu_layouts.py`` (how weights are packed for these kernels).
+
+The code of all levels is one source: ``templates/cpu/zl_simd.h`` maps a few primitives to
+instructions.  A row still names its level, so that what runs is what the manifest says.
+
+Operands of a call, in order: the graph operator's inputs (absent optional: NULL), its outputs, the
+row's constants.  Token ids, positions, sequence starts, block table and logit rows are ``int32_t``
+arrays of the batch; KV caches are ``char *`` into KV block 0 (see zl_task.h).  Sizes: ``N`` outputs,
+``K`` inputs of a matrix, ``C`` elements per row, all without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from .kernels import KernelRow
+from .program import Constant
+
+PLAIN = frozenset({"F32", "F16", "BF16"})
+BLOCK = frozenset({
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+})  # fmt: skip
+FORMATS = PLAIN | BLOCK
+
+#: instruction-set levels, best first: (suffix of the row id, target features the code needs)
+LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
+    ("avx512vnni", frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"})),
+    ("avx512bw", frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})),
+    ("avx2", frozenset({"avx2", "fma", "f16c"})),
+)
+
+_FORMAT_C = {name: f"ZL_FMT_{name}" for name in sorted(FORMATS)}
+#: constant name -> its string values -> C spelling.  Any other constant is a number.
+C_NAMES: Mapping[str, Mapping[str, str]] = {
+    "format": _FORMAT_C,
+    "format_q": _FORMAT_C,
+    "format_k": _FORMAT_C,
+    "format_v": _FORMAT_C,
+    "activation_kind": {"f32": "ZL_A_F32", "bf16": "ZL_A_BF16", "int8": "ZL_A_INT8"},
+    "activation": {
+        "silu": "ZL_ACT_SILU",
+        "swish": "ZL_ACT_SILU",
+        "gelu": "ZL_ACT_GELU_ERF",
+        "gelu_erf": "ZL_ACT_GELU_ERF",
+        "gelu_tanh": "ZL_ACT_GELU_TANH",
+        "relu": "ZL_ACT_RELU",
+        "tanh": "ZL_ACT_TANH",
+        "sigmoid": "ZL_ACT_SIGMOID",
+    },
+    "approximate": {"none": "ZL_ACT_GELU_ERF", "tanh": "ZL_ACT_GELU_TANH"},
+    "kv_dtype": {"f32": "ZL_KV_F32", "f16": "ZL_KV_F16"},
+    "role": {"k": "ZL_ROLE_K", "v": "ZL_ROLE_V"},
+    "broadcast": {
+        "same": "ZL_SAME",
+        "scalar_a": "ZL_SCALAR_A",
+        "scalar_b": "ZL_SCALAR_B",
+        "row_a": "ZL_ROW_A",
+        "row_b": "ZL_ROW_B",
+    },
+}
+
+
+def _multiple(name: str, of: int) -> Callable[[Mapping[str, Constant]], str | None]:
+    def check(constants: Mapping[str, Constant]) -> str | None:
+        value = constants.get(name)
+        if isinstance(value, int) and value % of:
+            return f"{name} = {value} is not a multiple of {of}"
+        return None
+
+    return check
+
+
+def _all(
+    *checks: Callable[[Mapping[str, Constant]], str | None],
+) -> Callable[[Mapping[str, Constant]], str | None]:
+    def check(constants: Mapping[str, Constant]) -> str | None:
+        return next((why for c in checks if (why := c(constants)) is not None), None)
+
+    return check
+
+
+def _heads(constants: Mapping[str, Constant]) -> str | None:
+    heads, kv_heads = constants.get("num_heads"), constants.get("kv_num_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
+        return f"num_heads = {heads} is not a multiple of kv_num_heads = {kv_heads}"
+    return None
+
+
+_PAGED = _all(_multiple("block_size", 16), _multiple("head_dim", 8), _heads)
+_ATTENTION = (
+    "num_heads", "kv_num_heads", "head_dim", "scale", "softcap", "window", "block_size", "kv_dtype",
+)  # fmt: skip
+_QKV = (
+    "K", "num_heads", "kv_num_heads", "head_dim", "rotary_dim", "interleaved", "epsilon", "block_size",
+    "kv_dtype", "format_q", "format_k", "format_v",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A row before it is repeated per level; ``floats`` is the form for f32 and bf16 activations."""
+
+    op: str
+    header: str
+    function: str
+    constants: tuple[str, ...]
+    weights: int = 0
+    bundle: str = ""  # "int8", "floats" or "" (no activation kind)
+    formats: frozenset[str] = FORMATS
+    constraint: Callable[[Mapping[str, Constant]], str | None] = _all()
+
+
+def _linear_kernels() -> list[_Kernel]:
+    out: list[_Kernel] = []
+    plain = [
+        ("Linear", "linear", ("N", "K"), 1),
+        ("LinearAdd", "linear_add", ("N", "K"), 1),
+        ("ActLinear", "act_linear", ("N", "K", "activation"), 1),
+        ("GatedLinear", "gated_linear", ("N", "K", "activation"), 2),
+        ("GatedLinearQuantizeInt8", "gated_linear_quantize", ("N", "K", "activation"), 2),
+    ]
+    for op, name, constants, weights in plain:
+        check = _multiple("N", 32) if op.endswith("QuantizeInt8") else _all()
+        out.append(
+            _Kernel(op, "zl_linear_int8.h", f"zl_{name}_int8", (*constants, "format"), weights,
+                    "int8", BLOCK, check)
+        )  # fmt: skip
+        out.append(
+            _Kernel(op, "zl_linear_float.h", f"zl_{name}_float",
+                    (*constants, "format", "activation_kind"), weights, "floats", FORMATS, check)
+        )  # fmt: skip
+    check = _all(_PAGED, _multiple("head_dim", 16))
+    out.append(
+        _Kernel("QkvRopeCache", "zl_qkv.h", "zl_qkv_rope_cache_int8", _QKV, 3, "int8", BLOCK, check)
+    )
+    out.append(
+        _Kernel("QkvRopeCache", "zl_qkv.h", "zl_qkv_rope_cache_float", (*_QKV, "activation_kind"), 3,
+                "floats", FORMATS, check)
+    )  # fmt: skip
+    return out
+
+
+_KERNELS: tuple[_Kernel, ...] = (
+    *_linear_kernels(),
+    _Kernel("Embed", "zl_embed.h", "zl_embed", ("C", "scale", "format"), 1),
+    _Kernel("QuantizeInt8", "zl_norm.h", "zl_quantize_int8", ("C",), constraint=_multiple("C", 32)),
+    _Kernel("RmsNormQuantizeInt8", "zl_norm.h", "zl_rms_norm_quantize", ("C", "epsilon"),
+            constraint=_multiple("C", 32)),
+    _Kernel("LayerNormQuantizeInt8", "zl_norm.h", "zl_layer_norm_quantize", ("C", "epsilon"),
+            constraint=_multiple("C", 32)),
+    _Kernel("RMSNormalization", "zl_norm.h", "zl_rms_norm", ("C", "epsilon")),
+    _Kernel("LayerNormalization", "zl_norm.h", "zl_layer_norm", ("C", "epsilon")),
+    _Kernel("HeadNorm", "zl_norm.h", "zl_head_norm", ("num_heads", "head_dim", "epsilon")),
+    _Kernel("RopeTable", "zl_rope.h", "zl_rope_table", ("rotary_dim", "factor")),
+    _Kernel("Rope", "zl_rope.h", "zl_rope", ("num_heads", "head_dim", "rotary_dim", "interleaved")),
+    _Kernel("CacheWrite", "zl_attention.h", "zl_cache_write",
+            ("kv_num_heads", "head_dim", "block_size", "role", "kv_dtype"), constraint=_PAGED),
+    _Kernel("PagedAttention", "zl_attention.h", "zl_paged_attention", _ATTENTION, constraint=_PAGED),
+    _Kernel("PagedAttentionQuantizeInt8", "zl_attention.h", "zl_paged_attention_quantize", _ATTENTION,
+            constraint=_all(_PAGED, _multiple("head_dim", 32))),
+    _Kernel("Softcap", "zl_elementwise.h", "zl_softcap", ("C", "cap")),
+    *(_Kernel(op, "zl_elementwise.h", f"zl_{op.lower()}", ("C", "broadcast"))
+      for op in ("Add", "Sub", "Mul", "Div")),
+    _Kernel("Swish", "zl_elementwise.h", "zl_swish", ("C", "alpha")),
+    _Kernel("Gelu", "zl_elementwise.h", "zl_gelu", ("C", "approximate")),
+    *(_Kernel(op, "zl_elementwise.h", f"zl_{op.lower()}", ("C",))
+      for op in ("Relu", "Tanh", "Sigmoid", "Softmax")),
+    _Kernel("Gather", "zl_elementwise.h", "zl_gather", ("C",)),
+)  # fmt: skip
+
+
+def _rows() -> tuple[KernelRow, ...]:
+    out: list[KernelRow] = []
+    for suffix, features in LEVELS:
+        for k in _KERNELS:
+            kinds = {"int8": {"int8"}, "floats": {"f32", "bf16"}, "": set[str]()}[k.bundle]
+            out.append(
+                KernelRow(
+                    id=".".join(x for x in (k.op, k.bundle, suffix) if x),
+                    op=k.op,
+                    header=k.header,
+                    function=k.function,
+                    constants=k.constants,
+                    formats=(k.formats,) * k.weights,
+                    activations=frozenset(kinds),
+                    features=features,
+                    weight_layout=("rows16",) * k.weights,
+                    constraint=k.constraint,
+                )
+            )
+    return tuple(out)
+
+
+ROWS: tuple[KernelRow, ...] = _rows()
+
+
+def scratch_bytes(row: KernelRow, constants: Mapping[str, Constant]) -> int:
+    """Bytes of per-thread scratch that a call of ``row`` needs; a multiple of 64.
+
+    Only the kernels for float activations need any: a tile of 8 token rows, rounded and padded.
+    """
+    if not row.function.endswith("_float"):
+        return 0
+    k = constants["K"]
+    if not isinstance(k, int):
+        raise TypeError(f"K = {k!r} of {row.id} is not an integer")
+    return 8 * (-(-k // 32) * 32) * 4

@@ -1,0 +1,186 @@
+/* The thread team: fork/join over all threads and a barrier inside a parallel region.
+ *
+ * In: a thread count and, optionally, the CPUs to pin to.  Out: zl_team_create/run/destroy and
+ * zl_team_barrier.  Next file: zl_task.h (what a kernel is told).
+ *
+ * Waiting is spin -> yield -> futex.  The spin covers the usual few microseconds between phases; the yield
+ * hands the core to a team member that was preempted (oversubscription, a busy neighbour, a cgroup quota);
+ * the futex makes an idle team cost nothing.  The caller of zl_team_run is thread 0 and is never pinned:
+ * its affinity belongs to the host process; worker i is pinned to cpus[i % n_cpus].
+ */
+#ifndef ZL_TEAM_H
+#define ZL_TEAM_H
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "zl_abi.h"
+
+#ifndef ZL_SPIN_PHASE
+#define ZL_SPIN_PHASE 4000 /* pauses before yielding at a barrier */
+#endif
+#ifndef ZL_SPIN_IDLE
+#define ZL_SPIN_IDLE 4000 /* pauses before an idle worker sleeps */
+#endif
+#define ZL_YIELDS 200 /* yields before sleeping on the futex */
+#define ZL_MAX_THREADS 1024
+
+typedef void (*zl_team_fn)(void *arg, int32_t thread);
+
+/* A 32-bit word that threads wait on until it changes, alone on its cache line. */
+typedef struct zl_gate {
+  _Alignas(64) _Atomic uint32_t value;
+  _Atomic uint32_t sleepers;
+} zl_gate;
+
+typedef struct zl_team {
+  zl_gate start, done, phase;              /* generation counters */
+  _Alignas(64) _Atomic uint32_t arrived;   /* at the barrier */
+  _Alignas(64) _Atomic uint32_t finished;  /* workers that ended the current job */
+  _Alignas(64) zl_team_fn fn;
+  void *arg;
+  int32_t n_threads, n_cpus, stop;
+  int32_t *cpus;                  /* [n_cpus] */
+  struct zl_worker *workers;      /* [n_threads]; 0 unused */
+  int32_t n_started;
+} zl_team;
+
+typedef struct zl_worker {
+  zl_team *team;
+  int32_t thread;
+  pthread_t id;
+} zl_worker;
+
+static inline void zl_pause(void) {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("isb" ::: "memory");
+#endif
+}
+
+static inline void zl_gate_open(zl_gate *g) {
+  atomic_fetch_add(&g->value, 1u);
+  if (atomic_load(&g->sleepers) != 0u)
+    syscall(SYS_futex, &g->value, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
+}
+
+/* Returns when g->value differs from seen. */
+static inline void zl_gate_wait(zl_gate *g, uint32_t seen, int spins) {
+  for (int i = 0; i < spins; i++) {
+    if (atomic_load_explicit(&g->value, memory_order_acquire) != seen) return;
+    zl_pause();
+  }
+  for (int i = 0; i < ZL_YIELDS; i++) {
+    if (atomic_load_explicit(&g->value, memory_order_acquire) != seen) return;
+    sched_yield();
+  }
+  while (atomic_load_explicit(&g->value, memory_order_acquire) == seen) {
+    atomic_fetch_add(&g->sleepers, 1u);
+    /* the kernel compares value with seen again, so a wake between the two is not lost */
+    syscall(SYS_futex, &g->value, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+    atomic_fetch_sub(&g->sleepers, 1u);
+  }
+}
+
+/* All n_threads threads of the team call this inside a job; none returns before all have arrived. */
+static inline void zl_team_barrier(zl_team *team) {
+  if (team->n_threads == 1) return;
+  uint32_t seen = atomic_load_explicit(&team->phase.value, memory_order_relaxed);
+  if (atomic_fetch_add(&team->arrived, 1u) + 1u == (uint32_t)team->n_threads) {
+    atomic_store_explicit(&team->arrived, 0u, memory_order_relaxed);
+    zl_gate_open(&team->phase);
+  } else {
+    zl_gate_wait(&team->phase, seen, ZL_SPIN_PHASE);
+  }
+}
+
+static void zl_worker_pin(const zl_team *team, int32_t thread) {
+  if (team->n_cpus <= 0) return;
+  int32_t cpu = team->cpus[thread % team->n_cpus];
+  unsigned long mask[ZL_MAX_THREADS / (8 * sizeof(unsigned long))] = {0};
+  const int32_t bits = 8 * (int32_t)sizeof(unsigned long);
+  if (cpu < 0 || cpu >= ZL_MAX_THREADS) return;
+  mask[cpu / bits] = 1ul << (cpu % bits);
+  /* a CPU taken away by the host only costs speed, so a failure here is not an error */
+  syscall(SYS_sched_setaffinity, 0, sizeof mask, mask);
+}
+
+static void *zl_worker_main(void *p) {
+  zl_worker *w = (zl_worker *)p;
+  zl_team *team = w->team;
+  uint32_t seen = 0;
+  zl_worker_pin(team, w->thread);
+  for (;;) {
+    zl_gate_wait(&team->start, seen, ZL_SPIN_IDLE);
+    seen++;
+    if (team->stop) return NULL;
+    team->fn(team->arg, w->thread);
+    if (atomic_fetch_add(&team->finished, 1u) + 1u == (uint32_t)team->n_threads - 1u)
+      zl_gate_open(&team->done);
+  }
+}
+
+/* Runs fn(arg, thread) on every thread of the team and returns when all have returned.  One caller at a time. */
+static inline void zl_team_run(zl_team *team, zl_team_fn fn, void *arg) {
+  if (team->n_threads == 1) {
+    fn(arg, 0);
+    return;
+  }
+  uint32_t seen = atomic_load_explicit(&team->done.value, memory_order_relaxed);
+  team->fn = fn;
+  team->arg = arg;
+  atomic_store_explicit(&team->finished, 0u, memory_order_relaxed);
+  zl_gate_open(&team->start);
+  fn(arg, 0);
+  zl_gate_wait(&team->done, seen, ZL_SPIN_PHASE);
+}
+
+static inline void zl_team_destroy(zl_team *team) {
+  if (!team) return;
+  team->stop = 1;
+  zl_gate_open(&team->start);
+  for (int32_t i = 1; i <= team->n_started; i++) pthread_join(team->workers[i].id, NULL);
+  free(team->workers);
+  free(team->cpus);
+  free(team);
+}
+
+/* ZL_OK, ZL_BAD_ARGUMENT, ZL_NO_MEMORY or ZL_NO_THREADS.  n_threads counts the caller. */
+static inline int32_t zl_team_create(int32_t n_threads, const int32_t *cpus, int32_t n_cpus, zl_team **out) {
+  if (!out || n_threads < 1 || n_threads > ZL_MAX_THREADS || n_cpus < 0 || (n_cpus > 0 && !cpus))
+    return ZL_BAD_ARGUMENT;
+  zl_team *team = (zl_team *)aligned_alloc(64, (sizeof(zl_team) + 63) / 64 * 64);
+  if (!team) return ZL_NO_MEMORY;
+  memset(team, 0, sizeof *team);
+  team->n_threads = n_threads;
+  team->n_cpus = n_cpus;
+  team->workers = (zl_worker *)calloc((size_t)n_threads, sizeof(zl_worker));
+  team->cpus = (int32_t *)calloc((size_t)n_cpus + 1, sizeof(int32_t));
+  if (!team->workers || !team->cpus) {
+    zl_team_destroy(team);
+    return ZL_NO_MEMORY;
+  }
+  if (n_cpus) memcpy(team->cpus, cpus, (size_t)n_cpus * sizeof(int32_t));
+  for (int32_t i = 1; i < n_threads; i++) {
+    team->workers[i] = (zl_worker){team, i, 0};
+    if (pthread_create(&team->workers[i].id, NULL, zl_worker_main, &team->workers[i]) != 0) {
+      zl_team_destroy(team);
+      return ZL_NO_THREADS;
+    }
+    team->n_started = i;
+  }
+  *out = team;
+  return ZL_OK;
+}
+
+#endif
