@@ -123,21 +123,26 @@ class _Document:
     file: str
 
     def where(self, *keys: str) -> str:
-        """``file:line`` of a key: the first line that names it and before which it is not there."""
+        """``file:line`` of a key: the first line that names it, before which it is not there and
+        after which it is, or its value goes on."""
         name = re.compile(rf"(?<![\w-]){re.escape(keys[-1])}(?![\w-])")
-        lines = self.text.splitlines()
-        for number, line in enumerate(lines, 1):
-            if name.search(line) and not _inside(lines[: number - 1], keys):
-                return f"{self.file}:{number}"
+        lines = self.text.split("\n")
+        for n, line in enumerate(lines):
+            if (
+                name.search(line)
+                and _has(lines[:n], keys) is False
+                and _has(lines[: n + 1], keys) is not False
+            ):
+                return f"{self.file}:{n + 1}"
         return self.file
 
 
-def _inside(lines: list[str], keys: tuple[str, ...]) -> bool:
-    """Whether ``lines`` already hold ``keys``, or stop in the middle of a value."""
+def _has(lines: list[str], keys: tuple[str, ...]) -> bool | None:
+    """Whether ``lines`` hold ``keys``; None when they stop in the middle of a value."""
     try:
         node: Any = tomllib.loads("\n".join(lines))
     except (ValueError, RecursionError):
-        return True
+        return None
     for key in keys:
         if not isinstance(node, dict) or key not in node:
             return False
@@ -155,10 +160,10 @@ def _parse(raw: bytes, file: str) -> _Document:
     except RecursionError:
         raise InputFileError("nested too deeply", where=file) from None
     except ValueError as e:
-        found = re.search(r" \(at line (\d+), column \d+\)$", str(e))
-        where = f"{file}:{found[1]}" if found else file
-        what = str(e)[: found.start()] if found else str(e)
-        raise InputFileError(f"not TOML: {what}", where=where) from None
+        what, line = str(e), text.rstrip("\n").count("\n") + 1  # the last one
+        if found := re.search(r" \(at (?:line (\d+), column \d+|end of document)\)$", what):
+            what, line = what[: found.start()], int(found[1] or line)
+        raise InputFileError(f"not TOML: {what}", where=f"{file}:{line}") from None
 
 
 def _check(path: Path, document: _Document) -> SystemConfig:
