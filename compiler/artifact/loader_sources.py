@@ -1,0 +1,82 @@
+"""The loader as it goes into the artifact.
+
+In: the installed package ``zerolayer.runtime_stub``.  Out: ZIP members ``__main__.py`` and
+``zerolayer_stub/*.py``.  Next file: ``manifest.py``.
+
+Comments and docstrings are blanked, because the ZIP is stored and the host compiles these sources at
+every start; lines keep their numbers, so a reported line is the line in the repository.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from importlib import resources
+
+from zerolayer.runtime_stub.errors import ResourceError
+
+PACKAGE = "zerolayer_stub"
+LOADER_LIMIT = 100_000
+
+_MAIN = f"""\
+import sys
+
+if sys.version_info < (3, 9):
+    sys.stderr.write("error: this artifact needs Python 3.9 or later\\n")
+    sys.exit(2)
+from {PACKAGE}.cli import main
+
+sys.exit(main())
+"""
+
+
+def loader_members() -> dict[str, bytes]:
+    """The loader's members by name.
+
+    Raises ResourceError when they take more than LOADER_LIMIT bytes.
+    """
+    members = {"__main__.py": _MAIN.encode("ascii")}
+    for entry in resources.files("zerolayer.runtime_stub").iterdir():
+        if entry.name.endswith(".py"):
+            source = entry.read_bytes().decode("utf-8")
+            members[f"{PACKAGE}/{entry.name}"] = blank_comments(source).encode("utf-8")
+    size = sum(len(data) for data in members.values())
+    if size > LOADER_LIMIT:
+        raise ResourceError(f"the loader takes {size} bytes, over its limit of {LOADER_LIMIT}")
+    return dict(sorted(members.items()))
+
+
+def blank_comments(source: str) -> str:
+    """``source`` without comments, docstrings and trailing blanks, line numbers unchanged."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            _blank_docstring(node, lines)
+    text = "\n".join(line.rstrip() for line in lines) + "\n"
+    compile(text, "<loader>", "exec")
+    return text
+
+
+def _blank_docstring(
+    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]
+) -> None:
+    """Replaces a docstring by nothing, or by ``pass`` where the body would be empty."""
+    first = node.body[0] if node.body else None
+    if not (
+        isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and isinstance(first.value.value, str)
+    ):
+        return
+    last = first.end_lineno
+    assert last is not None
+    alone = len(node.body) == 1 and not isinstance(node, ast.Module)
+    for row in range(first.lineno, last + 1):
+        lines[row - 1] = ""
+    if alone:
+        lines[first.lineno - 1] = " " * first.col_offset + "pass"
