@@ -3,8 +3,8 @@
 In: the installed package ``zerolayer.runtime_stub``.  Out: ZIP members ``__main__.py`` and
 ``zerolayer_stub/*.py``.  Next file: ``manifest.py``.
 
-Comments and docstrings are blanked, because the ZIP is stored and the host compiles these sources at
-every start; lines keep their numbers, so a reported line is the line in the repository.
+Comments and docstrings are blanked, because the ZIP is stored and the host compiles these sources
+at every start; lines keep their numbers, so a reported line is the line in the repository.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The third-party parts of an artifact, taken from the build environment.
 
-In: the target's CPU architecture.  Out: :class:`Vendor`: the members under ``vendor/`` (the compiled
-module of ``tokenizers``, pure-Python Jinja2 and MarkupSafe), their licences, and where each came
-from, pinned by hash.  Next file: ``loader_sources.py``.
+In: the target's CPU architecture.  Out: :class:`Vendor`: the members under ``vendor/`` (the
+compiled module of ``tokenizers``, pure-Python Jinja2 and MarkupSafe), their licences, and where each
+came from, pinned by hash.  Next file: ``loader_sources.py``.
 
-``vendor/`` is put on ``sys.path`` inside the artifact for the two pure packages; the compiled module
-is opened through an anonymous memory file.  Without these the loader takes and gives token ids.
+``vendor/`` inside the artifact is put on ``sys.path`` for the two pure packages; the compiled module
+is opened through an anonymous memory file.  Without them the loader takes and gives token ids.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Vendor:
 def collect_vendor(arch: str) -> Vendor:
     """The vendor members for a target CPU (``x86_64``).
 
-    Raises UnsupportedError when the build environment has no wheel for ``arch``, InputFileError when a
-    package is missing or differs from its wheel's own record, ResourceError above VENDOR_LIMIT bytes.
+    Raises UnsupportedError when the build environment has no wheel for ``arch``, InputFileError when
+    a package is missing or differs from its wheel's own record, ResourceError above VENDOR_LIMIT.
     """
     if arch != platform.machine():
         raise UnsupportedError(
@@ -160,31 +160,28 @@ def _package(
     )
 
 
+def _field(dist: importlib.metadata.Distribution, key: str) -> list[str]:
+    return [str(value) for value in dist.metadata.get_all(key) or []]
+
+
 def _license(dist: importlib.metadata.Distribution) -> str:
     """The SPDX expression, or the licence classifier of older metadata."""
-    expression = dist.metadata.get("License-Expression")
-    if expression:
-        return expression
-    for value in dist.metadata.get_all("Classifier") or []:
-        if value.startswith("License :: OSI Approved :: "):
-            return str(value.removeprefix("License :: OSI Approved :: "))
-    return "see licenses/"
+    prefix = "License :: OSI Approved :: "
+    found = _field(dist, "License-Expression")
+    found += [v.removeprefix(prefix) for v in _field(dist, "Classifier") if v.startswith(prefix)]
+    return found[0] if found else "see licenses/"
 
 
 def _license_lines(dist: importlib.metadata.Distribution) -> str:
     """What a wheel without a licence file says about its licence."""
     kept = ("Name", "Version", "Summary", "Home-page", "Author", "License", "License-Expression")
-    lines = [f"{k}: {v}" for k, v in dist.metadata.items() if k in kept]
-    lines += [
-        f"Classifier: {v}"
-        for v in dist.metadata.get_all("Classifier") or []
-        if v.startswith("License")
-    ]
+    lines = [f"{key}: {value}" for key in kept for value in _field(dist, key)]
+    lines += [f"Classifier: {v}" for v in _field(dist, "Classifier") if v.startswith("License")]
     return "\n".join(lines) + "\n"
 
 
 def _min_python(dist: importlib.metadata.Distribution) -> str:
-    match = re.search(r">=\s*(\d+\.\d+)", dist.metadata.get("Requires-Python") or "")
+    match = re.search(r">=\s*(\d+\.\d+)", "".join(_field(dist, "Requires-Python")))
     return match.group(1) if match else "3.9"
 
 
@@ -196,7 +193,7 @@ def _min_glibc(tags: tuple[str, ...]) -> str:
 
 
 def check_elf_arch(data: bytes, arch: str, name: str) -> None:
-    """Raises UnsupportedError unless ``data`` is a 64-bit little-endian shared object for ``arch``."""
+    """Raises UnsupportedError unless ``data`` is a 64-bit little-endian ELF file for ``arch``."""
     good = len(data) >= _ELF_HEADER.size and data[:6] == b"\x7fELF\x02\x01"
     machine = _ELF_HEADER.unpack_from(data)[2] if good else None
     if machine is None or machine != _ELF_MACHINE.get(arch):
@@ -221,7 +218,5 @@ def strip_elf(data: bytes) -> bytes:
         end = max(end, segment[2] + segment[5])
     if end > len(data):
         return data
-    header[6] = header[11] = header[12] = header[13] = (
-        0  # section headers: offset, size, count, names
-    )
+    header[6] = header[11] = header[12] = header[13] = 0  # section headers
     return _ELF_HEADER.pack(*header) + data[_ELF_HEADER.size : end]
