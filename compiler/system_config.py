@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from zerolayer.runtime_stub.errors import InputFileError, UnsupportedError, UsageError
 from zerolayer.targets.facts import Target
@@ -30,9 +30,8 @@ MAX_BYTES = 64 * 1024
 #: an asserted number agrees with a fact up to this share (data sheets round)
 TOLERANCE = 0.005
 
-QUANTIZE = ("keep", "bf16", "int8", "int4")
-ACTIVATIONS = ("int8", "bf16", "f32")
-FUSION = ("conservative", "balanced", "aggressive")
+Quantize = Literal["keep", "bf16", "int8", "int4"]
+Fusion = Literal["conservative", "balanced", "aggressive"]
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -41,8 +40,8 @@ Value = bool | int | float | str
 
 #: keys whose value is one of a few words
 _WORDS: Mapping[str, tuple[str, ...]] = {
-    "model.quantization_scheme": QUANTIZE,
-    "kernel.fusion_level": FUSION,
+    "model.quantization_scheme": get_args(Quantize),
+    "kernel.fusion_level": get_args(Fusion),
 }
 #: keys that hold a free text
 _TEXTS = frozenset({"hardware.default_gpu_family", "model.default_version"})
@@ -127,12 +126,9 @@ class _Document:
         after which it is, or its value goes on."""
         name = re.compile(rf"(?<![\w-]){re.escape(keys[-1])}(?![\w-])")
         lines = self.text.split("\n")
-        for n, line in enumerate(lines):
-            if (
-                name.search(line)
-                and _has(lines[:n], keys) is False
-                and _has(lines[: n + 1], keys) is not False
-            ):
+        named = [n for n, line in enumerate(lines) if name.search(line)]
+        for n in named[:100]:  # a hostile file may name it on every line
+            if _has(lines[:n], keys) is False and _has(lines[: n + 1], keys) is not False:
                 return f"{self.file}:{n + 1}"
         return self.file
 

