@@ -1,11 +1,12 @@
 """The third-party parts of an artifact, taken from the build environment.
 
 In: the target's CPU architecture.  Out: :class:`Vendor`: the members under ``vendor/`` (the
-compiled module of ``tokenizers``, pure-Python Jinja2 and MarkupSafe), their licences, and where each
-came from, pinned by hash.  Next file: ``loader_sources.py``.
+compiled module of ``tokenizers``, pure-Python Jinja2 and MarkupSafe), their licences, and where
+each came from, pinned by hash.  Next file: ``loader_sources.py``.
 
-``vendor/`` inside the artifact is put on ``sys.path`` for the two pure packages; the compiled module
-is opened through an anonymous memory file.  Without them the loader takes and gives token ids.
+``vendor/`` inside the artifact is put on ``sys.path`` for the two pure packages; the compiled
+module is opened through an anonymous memory file.  Without them the loader takes and gives token
+ids.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class Vendor:
 def collect_vendor(arch: str) -> Vendor:
     """The vendor members for a target CPU (``x86_64``).
 
-    Raises UnsupportedError when the build environment has no wheel for ``arch``, InputFileError when
-    a package is missing or differs from its wheel's own record, ResourceError above VENDOR_LIMIT.
+    Raises UnsupportedError when the build environment has no wheel for ``arch``, InputFileError
+    when a package is missing or is not what its wheel recorded, ResourceError above VENDOR_LIMIT.
     """
     if arch != platform.machine():
         raise UnsupportedError(
