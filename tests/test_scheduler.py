@@ -1,0 +1,321 @@
+"""The scheduler against a model of a language model that reads only what is in the KV blocks.
+
+The fake step stores (token, position) in block slots and computes the next token from *all* slots
+of the sequence's table, so a wrong table, a lost or overwritten block or a stale share changes tokens.
+The expected tokens come from ``reference``, which has no blocks at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zerolayer.runtime_stub.blocks import ROOT, BlockPool
+from zerolayer.runtime_stub.errors import ResourceError, UsageError
+from zerolayer.runtime_stub.scheduler import Scheduler, Sequence
+from zerolayer.runtime_stub.step import Limits, SamplingParams, StepBatch
+
+VOCAB = 50
+
+
+def rule(tokens: SequenceOf[int], seed: int, draw: int) -> int:
+    """The fake model: the next token after ``tokens``."""
+    text = ",".join(map(str, tokens)) + f"|{seed}|{draw}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") % VOCAB
+
+
+def reference(prompt: SequenceOf[int], n: int, seed: int = 0, stop: frozenset[int] = frozenset(),
+              context: int = 1 << 30) -> list[int]:  # fmt: skip
+    tokens, out = list(prompt), list[int]()
+    while len(out) < n and len(tokens) < context:
+        token = rule(tokens, seed, len(out))
+        if token in stop:
+            break
+        tokens.append(token)
+        out.append(token)
+    return out
+
+
+class FakeModel:
+    """Checks every batch against the ABI's rules and keeps KV as (token, position) per slot."""
+
+    def __init__(self, limits: Limits, n_blocks: int) -> None:
+        self.limits = limits
+        self.kv: list[Any] = [None] * (n_blocks * limits.block_size)
+        self.tokens_computed = 0
+
+    def copy_block(self, source: int, destination: int) -> None:
+        size = self.limits.block_size
+        self.kv[destination * size : (destination + 1) * size] = self.kv[
+            source * size : (source + 1) * size
+        ]
+
+    def __call__(self, batch: StepBatch) -> list[int]:
+        limits, size = self.limits, self.limits.block_size
+        n_tokens, n_seqs = len(batch.tokens), len(batch.block_tables)
+        assert 1 <= n_tokens <= limits.max_tokens
+        assert 1 <= n_seqs <= limits.max_seqs
+        assert len(batch.rows) <= limits.max_logit_rows
+        assert len(batch.seq_starts) == n_seqs + 1
+        assert batch.seq_starts[0] == 0
+        assert batch.seq_starts[-1] == n_tokens == len(batch.positions)
+        row_numbers = [r.row for r in batch.rows]
+        assert row_numbers == sorted(set(row_numbers))
+        owner: dict[int, int] = {}
+        for s in range(n_seqs):
+            first, last = batch.seq_starts[s], batch.seq_starts[s + 1]
+            assert first < last
+            positions = batch.positions[first:last].tolist()
+            assert positions == list(range(positions[0], positions[0] + last - first))
+            table = batch.block_tables[s]
+            for i in range(first, last):
+                slot = table[batch.positions[i] // size] * size + batch.positions[i] % size
+                assert owner.setdefault(slot, s) == s, "two sequences write one slot"
+                self.kv[slot] = (batch.tokens[i], batch.positions[i])
+        self.tokens_computed += n_tokens
+        out = []
+        for row in batch.rows:
+            s = next(
+                k for k in range(n_seqs) if batch.seq_starts[k] <= row.row < batch.seq_starts[k + 1]
+            )
+            table, seen = batch.block_tables[s], []
+            for position in range(batch.positions[row.row] + 1):
+                token, at = self.kv[table[position // size] * size + position % size]
+                assert at == position, "a slot holds another position"
+                seen.append(token)
+            assert seen == row.history.tolist(), "the KV is not the sequence's history"
+            out.append(rule(seen, row.params.seed, row.draw))
+        return out
+
+
+def make(n_blocks: int, copy: bool = True, **kw: int) -> tuple[Scheduler, FakeModel]:
+    values = {"max_tokens": 16, "max_seqs": 4, "max_logit_rows": 4, "max_context": 64,
+              "block_size": 4} | kw  # fmt: skip
+    limits = Limits(**values)
+    model = FakeModel(limits, n_blocks)
+    return Scheduler(limits, n_blocks, model, model.copy_block if copy else None), model
+
+
+def drain(scheduler: Scheduler) -> None:
+    for _ in range(5000):
+        if scheduler.idle:
+            break
+        scheduler.step()
+        scheduler.pool.check()
+        assert 0.0 <= scheduler.memory_fragmentation_score() < 1.0
+    assert scheduler.idle, "the scheduler does not come to an end"
+    assert scheduler.pool.held == 0, "blocks leak"
+    assert scheduler.pool.available == scheduler.pool.n_blocks
+
+
+requests = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 3), min_size=1, max_size=30),  # small alphabet: shared prefixes
+        st.integers(1, 25),  # new tokens
+        st.integers(0, 2),  # seed
+        st.integers(0, 12),  # submitted after this many steps
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=requests,
+    n_blocks=st.integers(9, 40),
+    max_tokens=st.integers(1, 20),
+    max_seqs=st.integers(1, 6),
+    max_logit_rows=st.integers(1, 6),
+)
+def test_tokens_do_not_depend_on_scheduling(
+    requests: list[tuple[list[int], int, int, int]],
+    n_blocks: int,
+    max_tokens: int,
+    max_seqs: int,
+    max_logit_rows: int,
+) -> None:
+    scheduler, _ = make(
+        n_blocks, max_tokens=max_tokens, max_seqs=max_seqs, max_logit_rows=max_logit_rows
+    )
+    stop = frozenset({7})
+    todo = sorted(requests, key=lambda r: r[3])
+    done: list[tuple[Sequence, list[int]]] = []
+    for step in range(13):
+        while todo and todo[0][3] <= step:
+            prompt, n, seed, _ = todo.pop(0)
+            seq = scheduler.add(
+                prompt, sampling=SamplingParams(seed=seed), max_new_tokens=n, stop_ids=stop
+            )
+            done.append((seq, reference(prompt, n, seed, stop, scheduler.context_limit)))
+        scheduler.step()
+        scheduler.pool.check()
+    drain(scheduler)
+    for seq, expected in done:
+        assert seq.output == expected
+        assert seq.finished
+        assert seq.finish_reason in ("stop", "length")
+
+
+def test_preemption_gives_the_same_tokens_and_is_counted() -> None:
+    scheduler, _ = make(10)  # 40 positions for three sequences that want 30 each
+    seqs = [scheduler.add([i, i + 1], max_new_tokens=28) for i in range(3)]
+    drain(scheduler)
+    assert scheduler.n_preemptions > 0
+    assert seqs[0].preemptions == 0, "the oldest is never preempted"
+    for i, seq in enumerate(seqs):
+        assert seq.output == reference([i, i + 1], 28)
+        assert (seq.finish_reason, seq.stopped_by) == ("length", "max_tokens")
+
+
+def test_chunked_prefill_goes_on_beside_decoding() -> None:
+    scheduler, _ = make(40, max_tokens=8)
+    short = scheduler.add([1], max_new_tokens=40)
+    scheduler.step()
+    long = scheduler.add(list(range(40)), max_new_tokens=1)
+    before = len(short.output)
+    while not long.finished:
+        scheduler.step()
+    assert len(short.output) - before >= 6, "the long prefill must not hold up the short sequence"
+    assert long.output == reference(list(range(40)), 1)
+
+
+def test_decoding_crowd_does_not_starve_a_prefill() -> None:
+    scheduler, _ = make(64, max_tokens=4, max_seqs=5)
+    for i in range(4):
+        scheduler.add([i], max_new_tokens=50)
+    for _ in range(3):
+        scheduler.step()
+    late = scheduler.add(list(range(12)), max_new_tokens=1)
+    for _ in range(20):
+        scheduler.step()
+    assert late.finished
+    drain(scheduler)
+
+
+def test_admission_is_first_come_first_served() -> None:
+    scheduler, _ = make(10, max_seqs=8)
+    big = scheduler.add(list(range(30)), max_new_tokens=5)
+    huge = scheduler.add(list(range(36)), max_new_tokens=2)
+    small = scheduler.add([1], max_new_tokens=1)
+    order: list[int] = []
+    for seq in (big, huge, small):
+        seq.on_token = lambda s, _t: order.append(s.number)
+    drain(scheduler)
+    assert order.index(huge.number) < order.index(small.number)
+
+
+def test_prefix_sharing_saves_the_work() -> None:
+    scheduler, model = make(40)
+    prefix = list(range(20))
+    first = scheduler.add([*prefix, 1], max_new_tokens=1)
+    drain(scheduler)
+    computed = model.tokens_computed
+    second = scheduler.add([*prefix, 2], max_new_tokens=1)
+    drain(scheduler)
+    assert first.n_shared == 0
+    assert second.n_shared == 20
+    assert model.tokens_computed - computed == 1
+    assert second.output == reference([*prefix, 2], 1)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_forks_share_and_diverge(copy: bool) -> None:
+    scheduler, model = make(40, copy=copy)
+    seq = scheduler.add([1, 2, 3, 4, 5, 6], max_new_tokens=12)
+    for _ in range(4):
+        scheduler.step()
+    so_far = len(seq.output)
+    held = scheduler.pool.held
+    twin = scheduler.fork(seq, sampling=SamplingParams(seed=1))
+    assert scheduler.pool.held == held, "a fork takes no block"
+    drain(scheduler)
+    assert seq.output == reference([1, 2, 3, 4, 5, 6], 12)
+    expected = seq.output[:so_far]
+    while len(expected) < 12:
+        expected.append(rule([1, 2, 3, 4, 5, 6, *expected], 1, len(expected)))
+    assert twin.output == expected
+    assert model.tokens_computed <= 6 + 2 * 12 + 4
+
+
+def test_callback_stops_and_cancel_releases() -> None:
+    scheduler, _ = make(20)
+    seq = scheduler.add([1], on_token=lambda s, _t: len(s.output) == 3)
+    other = scheduler.add([2])
+    for _ in range(5):
+        scheduler.step()
+    assert (seq.finish_reason, seq.stopped_by, len(seq.output)) == ("stop", "stop_string", 3)
+    scheduler.cancel(other)
+    assert other.finish_reason == "cancelled"
+    drain(scheduler)
+
+
+def test_context_limit_ends_a_sequence() -> None:
+    scheduler, _ = make(40, max_context=20)
+    seq = scheduler.add([1, 2, 3])
+    drain(scheduler)
+    assert (len(seq.tokens), seq.finish_reason, seq.stopped_by) == (20, "length", "context")
+
+
+def test_a_failing_step_leaves_a_consistent_scheduler() -> None:
+    scheduler, model = make(20)
+    seq = scheduler.add([1, 2, 3], max_new_tokens=4)
+    good = scheduler._step
+
+    def fail(_batch: StepBatch) -> list[int]:
+        raise ResourceError("no memory")
+
+    scheduler._step = fail
+    with pytest.raises(ResourceError):
+        scheduler.step()
+    scheduler.pool.check()
+    scheduler._step = good
+    drain(scheduler)
+    assert seq.output == reference([1, 2, 3], 4)
+    assert model.limits is scheduler.limits
+
+
+def test_requests_that_can_never_run_are_refused_with_numbers() -> None:
+    scheduler, _ = make(4)  # 16 positions
+    with pytest.raises(UsageError, match="empty"):
+        scheduler.add([])
+    with pytest.raises(ResourceError, match=r"has 16 tokens, the context holds 16"):
+        scheduler.add(list(range(16)))
+    by_model, _ = make(40)
+    with pytest.raises(UsageError, match=r"has 70 tokens, the context holds 64"):
+        by_model.add(list(range(70)))
+    with pytest.raises(ResourceError, match="KV pool"):
+        BlockPool(0, 4)
+
+
+def test_fragmentation_score_is_the_documented_formula() -> None:
+    scheduler, _ = make(20)
+    assert scheduler.memory_fragmentation_score() == 0.0
+    scheduler.add([1, 2, 3, 4, 5], max_new_tokens=3)  # 5 positions in 2 blocks of 4
+    scheduler.step()
+    assert scheduler.memory_fragmentation_score() == pytest.approx(1 - 5 / 8)
+    scheduler.step()
+    assert scheduler.memory_fragmentation_score() == pytest.approx(1 - 6 / 8)
+
+
+def test_block_pool_evicts_the_oldest_and_finds_only_exact_content() -> None:
+    pool = BlockPool(2, 4)
+    a, b = pool.allocate(), pool.allocate()
+    serial = pool.publish(a, ROOT, b"aaaa")
+    pool.publish(b, serial, b"bbbb")
+    pool.release(b)
+    pool.release(a)
+    assert pool.find(ROOT, b"aaaa") == (a, serial)
+    assert pool.find(ROOT, b"bbbb") is None
+    assert pool.available == 2
+    assert pool.allocate() == b, "the first released goes first"
+    assert pool.find(serial, b"bbbb") is None
+    with pytest.raises(ResourceError, match="all 2 KV blocks"):
+        [pool.allocate() for _ in range(2)]
+    pool.release(b)
+    with pytest.raises(ValueError, match="more often"):
+        pool.release(b)
