@@ -24,7 +24,7 @@ class Runner(Protocol):
     """Something that executes the compiled step."""
 
     def forward(self, tokens: Sequence[int]) -> tuple[F32, F32]:
-        """Logits ``[T, vocab]`` and taps ``[n_taps, T, hidden]`` of one sequence from position 0."""
+        """Logits ``[T, vocab]`` and taps ``[n_taps, T, hidden]`` of one whole sequence."""
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """``count`` greedy tokens after ``prompt``, through prefill and single-token steps."""
@@ -99,6 +99,7 @@ def run_gate(
     reference: Reference,
     prompts: Sequence[tuple[str | None, list[int]]],
     bounds: Bounds,
+    *,
     golden_tokens: int,
     advance: Callable[[int], None] = lambda _n: None,
 ) -> tuple[Report, list[Case]]:
@@ -146,6 +147,6 @@ def require(report: Report, model: str) -> None:
         raise NumericsError(
             "; ".join(bad),
             where=f"numerics gate of {model}",
-            next_step="compile with --activations f32 or a wider --quantize to see which step loses the "
-            "precision; --no-verify records an artifact without the gate",
+            next_step="compile with --activations f32 or a wider --quantize to see which step loses "
+            "the precision; --no-verify records an artifact without the gate",
         )

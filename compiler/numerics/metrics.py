@@ -1,7 +1,7 @@
 """Comparing a kernel's numbers with the reference's.
 
-In: float arrays of both.  Out: :class:`Accumulator`, which sums over sequences and yields the figures
-of the report.  Next file: ``gate.py``.
+In: float arrays of both.  Out: :class:`Accumulator`, which sums over sequences and yields the
+figures of the report.  Next file: ``gate.py``.
 """
 
 from __future__ import annotations
@@ -35,11 +35,17 @@ def relative_rms(reference: F32, got: F32) -> tuple[float, float]:
     return float(((r - g) ** 2).sum()), float((r**2).sum())
 
 
+def _ratio(error: float, power: float) -> float:
+    if power > 0:
+        return math.sqrt(error / power)
+    return 0.0 if error == 0 else math.inf
+
+
 def two_digits(x: float) -> float:
     """Rounded to two significant digits.
 
-    The report is part of the artifact, whose bytes must not depend on the build machine; the reference
-    runtime's last bits do.
+    The report is part of the artifact, whose bytes must not depend on the build machine; the
+    reference runtime's last bits do.
     """
     if x == 0.0 or not math.isfinite(x):
         return x
@@ -95,7 +101,7 @@ class Accumulator:
 
     def layer_errors(self) -> list[float]:
         """Relative RMS error per tap."""
-        return [math.sqrt(e / p) if p > 0 else (0.0 if e == 0 else math.inf) for e, p in self.layers]
+        return [_ratio(error, power) for error, power in self.layers]
 
     @property
     def top1(self) -> float:
@@ -107,6 +113,4 @@ class Accumulator:
 
     @property
     def logit_error(self) -> float:
-        if self.power > 0:
-            return math.sqrt(self.error / self.power)
-        return 0.0 if self.error == 0 else math.inf
+        return _ratio(self.error, self.power)

@@ -9,7 +9,7 @@ import json
 
 from zerolayer.compiler.frontends.config import ModelConfig, TokenizerAssets
 
-#: prose, a question, code, another script, numbers: short, because the float32 reference runs them too
+#: prose, code, another language, numbers: short, because the float32 reference runs them too
 TEXTS = (
     "The capital of France is",
     "Water boils at 100 degrees Celsius, which in Fahrenheit is",
