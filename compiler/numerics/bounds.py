@@ -19,8 +19,8 @@ class Bounds:
     ``top1``: smallest share of decisive positions (reference margin between the two largest logits
     of at least ``margin`` nats) where kernel and reference choose the same token.  ``kl``: largest
     mean Kullback-Leibler divergence in nats, reference to kernel.  ``logits``: largest RMS logit
-    error relative to the RMS of the centred reference logits.  ``layer``: the same, for the residual
-    stream after any one layer.
+    error relative to the RMS of the centred reference logits.  ``layer``: the same, for the
+    residual stream after any one layer.
     """
 
     name: str

@@ -147,6 +147,6 @@ def require(report: Report, model: str) -> None:
         raise NumericsError(
             "; ".join(bad),
             where=f"numerics gate of {model}",
-            next_step="compile with --activations f32 or a wider --quantize to see which step loses "
+            next_step="compile with --activations f32 or a wider --quantize to see what loses "
             "the precision; --no-verify records an artifact without the gate",
         )
