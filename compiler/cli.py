@@ -10,6 +10,7 @@ quick.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import json
@@ -31,7 +32,7 @@ from zerolayer.runtime_stub.errors import (
 
 from . import cli_show
 from .progress import PlainProgress, Progress, RichProgress
-from .system_config import Fusion, Quantize, check_assertions, choose, load_system_config
+from .system_config import Decision, Fusion, Quantize, check_assertions, choose, load_system_config
 
 EXIT_INTERNAL = 1
 
@@ -208,11 +209,20 @@ def gpu_targets() -> list[str]:
     return [n for n in list_targets() if load_target(n).family == "cuda"]
 
 
+def _resolved(decision: Decision, model: Path, target: str) -> Decision:
+    """Without what differs between machines that compile the same thing: host, folders."""
+    if decision.name == "target":
+        return dataclasses.replace(decision, value=target)
+    if decision.name == "model":
+        return dataclasses.replace(decision, value=model.name)
+    return decision
+
+
 @app.command("compile")
 @guarded
 def compile_command(
     model: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(metavar="MODEL", help="A GGUF file, a Hugging Face folder or an ONNX file."),
     ] = None,
     *,
@@ -263,10 +273,12 @@ def compile_command(
     """Compile MODEL for one target into one executable file."""
     from zerolayer.targets.facts import load_target
 
+    if model is not None and not model.strip():
+        raise UsageError("MODEL is empty", next_step="give a GGUF file, a folder or an ONNX file")
     file = load_system_config(config) if config is not None else None
     chosen = choose(
         file,
-        model=model,
+        model=Path(model) if model is not None else None,
         target=target,
         quantize=quantize,
         fusion=fusion,
@@ -293,7 +305,7 @@ def compile_command(
         verify=not no_verify,
         check_passes=check_passes,
         dump=dump,
-        decisions=(*chosen.decisions, *agreed),
+        decisions=(*(_resolved(d, chosen.model, facts.name) for d in chosen.decisions), *agreed),
     )
     with _progress() as progress:
         result = compile_model(request, progress)

@@ -67,6 +67,11 @@ class Setting:
     value: Value
     where: str
 
+    @property
+    def source(self) -> str:
+        """``where`` without folders: what an artifact may record."""
+        return re.split(r"[/\\]", self.where)[-1]
+
 
 @dataclass(frozen=True)
 class SystemConfig:
@@ -84,7 +89,8 @@ class SystemConfig:
 class Decision:
     """What was decided and where: the command line, a ``file:line``, or the built-in default.
 
-    ``overrides`` says which setting of the file lost against the command line.
+    Files are named without folders, because artifacts do not depend on them.  ``overrides`` says
+    which setting of the file lost against the command line.
     """
 
     name: str
@@ -251,7 +257,7 @@ def check_assertions(config: SystemConfig, target: Target) -> tuple[Decision, ..
                 next_step="correct the number, or compile for the target that it describes",
             )
         shown = f"{_number(s.value)} {fact.unit}"
-        agreed.append(Decision(s.name, f"{shown}: agrees with {fact.name}", s.where))
+        agreed.append(Decision(s.name, f"{shown}: agrees with {fact.name}", s.source))
     return tuple(agreed)
 
 
@@ -263,7 +269,7 @@ def _check_nvlink(s: Setting, enabled: bool, target: Target) -> Decision:
             where=s.where,
             next_step="set it to false, or compile for a target with NVLink",
         )
-    return Decision(s.name, "true" if enabled else "false", s.where)
+    return Decision(s.name, "true" if enabled else "false", s.source)
 
 
 def _check_gpu_family(family: Setting, available: list[str], *, decides: bool) -> None:
@@ -317,11 +323,11 @@ def choose(
     def decide(name: str, given: str | None, key: str, default: str | None) -> str | None:
         setting = config.get(key) if config else None
         if given is not None:
-            lost = f"{key} = {setting.value} ({setting.where})" if setting else ""
+            lost = f"{key} = {setting.value} ({setting.source})" if setting else ""
             decisions.append(Decision(name, given, COMMAND_LINE, lost))
             return given
         if setting is not None:
-            decisions.append(Decision(name, str(setting.value), setting.where))
+            decisions.append(Decision(name, str(setting.value), setting.source))
             return str(setting.value)
         if default is not None:
             decisions.append(Decision(name, default, DEFAULT))

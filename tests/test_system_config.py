@@ -74,10 +74,10 @@ def test_the_original_file(tmp_path: Path) -> None:
     assert chosen.model == tmp_path / "models/smollm2.gguf"  # relative to the file
     assert (chosen.target, chosen.quantize, chosen.fusion) == ("h100", "int8", "balanced")
     assert chosen.decisions == (
-        Decision("target", "h100", f"{path}:3"),
-        Decision("model", "models/smollm2.gguf", f"{path}:8"),
-        Decision("quantize", "int8", f"{path}:9"),
-        Decision("fusion", "balanced", f"{path}:12"),
+        Decision("target", "h100", "system_config.toml:3"),
+        Decision("model", "models/smollm2.gguf", "system_config.toml:8"),
+        Decision("quantize", "int8", "system_config.toml:9"),
+        Decision("fusion", "balanced", "system_config.toml:12"),
     )
     assert [d.name for d in check_assertions(config, GPU)] == [
         "hardware.nvlink_enabled",
@@ -99,10 +99,10 @@ def test_the_command_line_wins_and_that_is_recorded(tmp_path: Path) -> None:
     assert (chosen.target, chosen.quantize, chosen.fusion) == ("zen4", "keep", "aggressive")
     assert {d.source for d in chosen.decisions} == {"command line"}
     assert [d.overrides for d in chosen.decisions] == [
-        f"hardware.default_gpu_family = h100 ({path}:3)",
-        f"model.default_version = models/smollm2.gguf ({path}:8)",
-        f"model.quantization_scheme = int8 ({path}:9)",
-        f"kernel.fusion_level = balanced ({path}:12)",
+        "hardware.default_gpu_family = h100 (system_config.toml:3)",
+        "model.default_version = models/smollm2.gguf (system_config.toml:8)",
+        "model.quantization_scheme = int8 (system_config.toml:9)",
+        "kernel.fusion_level = balanced (system_config.toml:12)",
     ]
     assert chosen.decisions[0].as_dict()["overrides"].startswith("hardware.")
 
@@ -180,7 +180,7 @@ def test_assertions_that_fail(tmp_path: Path, line: str, on: Target, words: list
 def test_assertions_that_hold(tmp_path: Path, line: str, on: Target) -> None:
     path = write(tmp_path, f"[hardware]\n{line}\n")
     (decision,) = check_assertions(load_system_config(path), on)
-    assert decision.source == f"{path}:2"
+    assert decision.source == "system_config.toml:2"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,139 @@
+"""Imports go one way, packages and dependencies are as declared, a wheel leaves nothing out."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+#: folder -> the folders it may import
+MAY_IMPORT = {
+    "runtime_stub": {"runtime_stub"},
+    "templates": {"templates", "runtime_stub"},
+    "targets": {"targets", "templates", "runtime_stub"},
+    "compiler": {"compiler", "targets", "templates", "runtime_stub"},
+}
+#: distribution -> the module it gives, where the names differ
+MODULES = {"pyyaml": "yaml", "onnx-ir": "onnx_ir"}
+#: optional: only inside a function, so that nobody needs it who does not use it
+OPTIONAL = {"torch"}
+#: what an artifact carries under vendor/: the loader imports it inside the function that needs it
+VENDORED = {"jinja2", "tokenizers"}
+
+FILES = [p for folder in MAY_IMPORT for p in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
+    """(absolute module name, line, at module level) of every import in ``path``."""
+    package = ("zerolayer", *path.relative_to(ROOT).parent.parts)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {
+        id(n)
+        for f in ast.walk(tree)
+        if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)
+        for n in ast.walk(f)
+    }
+    for node in ast.walk(tree):
+        top = id(node) not in inside
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, top
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names = [a.name for a in node.names]
+            for name in names if module == "zerolayer" else [""]:
+                yield f"{module}.{name}".rstrip("."), node.lineno, top
+
+
+def base_modules() -> set[str]:
+    names = (re.split(r"[^A-Za-z0-9_.-]", d)[0] for d in PROJECT["project"]["dependencies"])
+    return {MODULES.get(n, n) for n in names}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_one_way(path: Path) -> None:
+    folder = path.relative_to(ROOT).parts[0]
+    third_party = base_modules() if folder in {"compiler", "targets"} else set()
+    for name, line, top in imports(path):
+        where = f"{path.relative_to(ROOT)}:{line} imports {name}"
+        first, *rest = name.split(".")
+        if first == "zerolayer":
+            assert rest and rest[0] in MAY_IMPORT[folder], where
+        elif first not in sys.stdlib_module_names:
+            lazily = {"compiler": OPTIONAL, "runtime_stub": VENDORED}.get(folder, set())
+            optional = first in lazily and not top
+            assert first in third_party or optional, where
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "runtime_stub").rglob("*.py")), ids=lambda p: p.name
+)
+def test_the_loader_is_self_contained(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source, feature_version=(3, 9))
+    for node in ast.walk(tree):  # it runs as zerolayer_stub inside the artifact
+        if isinstance(node, ast.Import):
+            assert all(not a.name.startswith("zerolayer") for a in node.names), node.lineno
+        if isinstance(node, ast.ImportFrom):
+            assert not (node.module or "").startswith("zerolayer"), node.lineno
+        assert not isinstance(node, ast.Match), f"{path.name}:{node.lineno} is not Python 3.9"
+    if len(tree.body) > 1:
+        assert "from __future__ import annotations" in source
+
+
+def packages() -> dict[str, Path]:
+    """Package name -> folder, as pyproject.toml says."""
+    tool = PROJECT["tool"]["setuptools"]
+    folders: dict[str, str] = tool["package-dir"]
+    found = {}
+    for name in tool["packages"]:
+        root = ".".join(name.split(".")[:2])
+        found[name] = ROOT.joinpath(folders[root], *name.split(".")[2:])
+    return found
+
+
+def test_every_package_is_listed() -> None:
+    there = {
+        ".".join(("zerolayer", *p.parent.relative_to(ROOT).parts))
+        for folder in MAY_IMPORT
+        for p in (ROOT / folder).rglob("__init__.py")
+    }
+    assert set(packages()) == there
+
+
+def test_every_file_is_in_the_wheel() -> None:
+    data: dict[str, list[str]] = PROJECT["tool"]["setuptools"]["package-data"]
+    listed: set[Path] = set()
+    for name, folder in packages().items():
+        listed |= set(folder.glob("*.py"))
+        for pattern in data.get(name, []):
+            matched = set(folder.glob(pattern))
+            assert matched, f"package-data {name}: {pattern} matches nothing"
+            listed |= matched
+    there = {
+        p
+        for folder in MAY_IMPORT
+        for p in (ROOT / folder).rglob("*")
+        if p.is_file() and "__pycache__" not in p.parts and not p.name.startswith(".")
+    }
+    assert sorted(there - listed) == []
+
+
+def test_the_pinned_torch_is_the_one_the_readme_installs() -> None:
+    dev: list[Any] = PROJECT["project"]["optional-dependencies"]["dev"]
+    (torch,) = (d for d in dev if d.startswith("torch"))
+    assert torch in (ROOT / "README.md").read_text(encoding="utf-8")
