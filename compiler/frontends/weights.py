@@ -63,9 +63,9 @@ class Weight:
 
     def rows(self, start: int, stop: int, name: str) -> Weight:
         """Rows ``start:stop`` of the first axis (a part of a fused tensor), in any format."""
-        if not 0 <= start < stop <= self.shape[0]:
+        if not self.shape or not 0 <= start < stop <= self.shape[0]:
             raise InputFileError(
-                f"rows {start}:{stop} do not lie inside the tensor's {self.shape[0]} rows",
+                f"rows {start}:{stop} do not lie inside a tensor of shape {list(self.shape)}",
                 where=self.source,
                 next_step="the configuration and the weights disagree; fetch the model again",
             )
