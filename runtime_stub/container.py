@@ -483,6 +483,8 @@ class Artifact:
         text = self._read(0, HEADER_BYTES, "the header")
         if hashlib.sha256(text).hexdigest() != self._text(header, "sha256", "manifest header"):
             self._damaged("the header page does not match its SHA-256 in the manifest")
+        if b"\0" in text.rstrip(b"\0"):
+            self._damaged("the header page has bytes behind its zero padding")
         self._check_files(manifest)
         self._check_weights(self._object(manifest, "weights", MANIFEST))
         return manifest
