@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from zerolayer.compiler.numerics import bounds
 from zerolayer.runtime_stub import errors
 
 ROOT = Path(__file__).parent.parent
@@ -50,3 +51,11 @@ def test_exit_codes_are_the_ones_in_the_code(document: str) -> None:
     documented = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
     codes = {v for k, v in vars(errors).items() if k.startswith("EXIT_")}
     assert documented == codes | {1}
+
+
+def test_the_documented_bounds_are_the_ones_in_the_code() -> None:
+    text = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w ]+) \| ([\d.e-]+(?: \| [\d.e-]+){4}) \|$", text, re.MULTILINE)
+    documented = {name: tuple(float(x) for x in cells.split(" | ")) for name, cells in rows}
+    both = [*bounds.BY_ACTIVATIONS.values(), *bounds.BY_QUANTIZATION.values()]
+    assert documented == {b.name: (b.top1, b.margin, b.kl, b.logits, b.layer) for b in both}
