@@ -13,11 +13,11 @@
  */
 #ifndef ZL_TASK_H
 #define ZL_TASK_H
+#include "zl_team.h" /* first: it asks the system headers for their Linux parts */
+
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-
-#include "zl_team.h"
 
 #ifndef ZL_KV_BLOCK_BYTES
 #define ZL_KV_BLOCK_BYTES 0 /* bytes of one KV block, all layers; set by the module */
@@ -26,7 +26,11 @@
 #define ZL_SCRATCH_BYTES 0 /* per thread; the largest cpu_rows.scratch_bytes() of the module's calls */
 #endif
 
+#if defined(__AVX512BW__) /* x86-64-v4 tuning would split vectors into halves without being told */
+#define ZL_KERNEL static inline __attribute__((always_inline, min_vector_width(512)))
+#else
 #define ZL_KERNEL static inline __attribute__((always_inline))
+#endif
 
 enum zl_format {
   ZL_FMT_F32, ZL_FMT_F16, ZL_FMT_BF16, ZL_FMT_Q4_0, ZL_FMT_Q4_1, ZL_FMT_Q5_0, ZL_FMT_Q5_1, ZL_FMT_Q8_0,

@@ -1,0 +1,240 @@
+/* Vectors of 16 lanes, the same type on every instruction set.
+ *
+ * In: zl_task.h.  Out: v16f and friends, loads and stores, the few primitives that need an instruction of their
+ * own (integer dot product, half conversion, maximum), elementary functions in zl_math.h.  Next file: zl_math.h.
+ *
+ * Arithmetic on clang vector types compiles to two 256-bit operations where there is no 512-bit one, lane for lane
+ * the same.  Contraction is off: where a fused multiply-add is meant, zl_fma says so, so results do not depend
+ * on the instruction set.  A new architecture adds one branch to each #if below.
+ */
+#ifndef ZL_SIMD_H
+#define ZL_SIMD_H
+#include "zl_task.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
+#error "zl_simd.h needs AVX2, FMA and F16C (x86-64-v3)"
+#endif
+#else
+#error "zl_simd.h has no branch for this architecture"
+#endif
+#pragma STDC FP_CONTRACT OFF
+
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define ZL_AVX512 1
+#else
+#define ZL_AVX512 0
+#endif
+#pragma clang diagnostic ignored "-Wpsabi" /* every function with vector arguments is inlined */
+
+typedef float v16f __attribute__((vector_size(64)));
+typedef float v8f __attribute__((vector_size(32)));
+typedef double v8d __attribute__((vector_size(64)));
+typedef int32_t v16i __attribute__((vector_size(64)));
+typedef uint32_t v16u __attribute__((vector_size(64)));
+typedef uint16_t v32u16 __attribute__((vector_size(64)));
+typedef uint16_t v16u16 __attribute__((vector_size(32)));
+typedef uint8_t v64u8 __attribute__((vector_size(64)));
+typedef uint8_t v16u8 __attribute__((vector_size(16)));
+typedef int8_t v16s8 __attribute__((vector_size(16)));
+
+#define ZL_LO(x) __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7)
+#define ZL_HI(x) __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15)
+#define ZL_JOIN(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+#define ZL_UNROLL _Pragma("clang loop unroll(full)")
+#define ZL_NO_UNROLL _Pragma("clang loop unroll(disable) vectorize(disable)")
+
+/* loads and stores, any alignment */
+ZL_KERNEL v16f zl_load(const float *p) { v16f v; memcpy(&v, p, 64); return v; }
+ZL_KERNEL void zl_store(float *p, v16f v) { memcpy(p, &v, 64); }
+ZL_KERNEL v64u8 zl_load_bytes(const uint8_t *p) { v64u8 v; memcpy(&v, p, 64); return v; }
+ZL_KERNEL v16u8 zl_load_u8(const uint8_t *p) { v16u8 v; memcpy(&v, p, 16); return v; }
+ZL_KERNEL v16f zl_set(float x) { return (v16f){0} + x; }
+ZL_KERNEL v16f zl_fma(v16f a, v16f b, v16f c) { return __builtin_elementwise_fma(a, b, c); }
+
+/* the first n of 16 floats, the others 0; n in 0..16 */
+ZL_KERNEL v16f zl_load_n(const float *p, int64_t n) {
+  if (n >= 16) return zl_load(p);
+#if ZL_AVX512
+  return (v16f)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p);
+#else
+  v16f v = {0};
+  memcpy(&v, p, (size_t)n * 4);
+  return v;
+#endif
+}
+
+ZL_KERNEL void zl_store_n(float *p, v16f v, int64_t n) {
+  if (n >= 16) {
+    zl_store(p, v);
+    return;
+  }
+#if ZL_AVX512
+  _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), (__m512)v);
+#else
+  memcpy(p, &v, (size_t)n * 4);
+#endif
+}
+
+/* lanewise a where the mask (0 or -1 per lane) is set, else b */
+ZL_KERNEL v16f zl_select(v16i mask, v16f a, v16f b) {
+#if ZL_AVX512
+  return (v16f)_mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)mask), (__m512)b, (__m512)a);
+#else
+  return (v16f)((mask & (v16i)a) | (~mask & (v16i)b));
+#endif
+}
+
+ZL_KERNEL v16f zl_abs(v16f x) { return (v16f)((v16i)x & 0x7fffffff); }
+ZL_KERNEL v16f zl_sqrt(v16f x) { return __builtin_elementwise_sqrt(x); }
+ZL_KERNEL v16f zl_round_even(v16f x) { return __builtin_elementwise_roundeven(x); }
+ZL_KERNEL v16f zl_to_float(v16i x) { return __builtin_convertvector(x, v16f); }
+
+/* b where either is NaN */
+ZL_KERNEL v16f zl_max(v16f a, v16f b) {
+#if ZL_AVX512
+  return (v16f)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return ZL_JOIN((v8f)_mm256_max_ps((__m256)ZL_LO(a), (__m256)ZL_LO(b)),
+                 (v8f)_mm256_max_ps((__m256)ZL_HI(a), (__m256)ZL_HI(b)));
+#endif
+}
+
+ZL_KERNEL v16f zl_min(v16f a, v16f b) {
+#if ZL_AVX512
+  return (v16f)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return ZL_JOIN((v8f)_mm256_min_ps((__m256)ZL_LO(a), (__m256)ZL_LO(b)),
+                 (v8f)_mm256_min_ps((__m256)ZL_HI(a), (__m256)ZL_HI(b)));
+#endif
+}
+
+/* lanes 0..15 -> integer, NaN and out of range -> INT32_MIN (the C conversion would be undefined) */
+ZL_KERNEL v16i zl_to_int(v16f x) {
+#if ZL_AVX512
+  return (v16i)_mm512_cvttps_epi32((__m512)x);
+#else
+  typedef int32_t v8i_ __attribute__((vector_size(32)));
+  return ZL_JOIN((v8i_)_mm256_cvttps_epi32((__m256)ZL_LO(x)), (v8i_)_mm256_cvttps_epi32((__m256)ZL_HI(x)));
+#endif
+}
+
+/* sum over lanes, always in the same order: halves, quarters, ... */
+ZL_KERNEL float zl_hsum(v16f x) {
+  typedef float v4f_ __attribute__((vector_size(16)));
+  v8f a = ZL_LO(x) + ZL_HI(x);
+  v4f_ b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+  return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+/* maximum of non-negative floats; NaN counts as larger than infinity */
+ZL_KERNEL float zl_hmax_abs(v16f x) {
+  int32_t bits = __builtin_reduce_max((v16i)x & 0x7fffffff);
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+
+/* maximum over lanes; no lane may be NaN */
+ZL_KERNEL float zl_hmax(v16f x) {
+  typedef float v4f_ __attribute__((vector_size(16)));
+  __m256 a = _mm256_max_ps((__m256)ZL_LO(x), (__m256)ZL_HI(x));
+  v4f_ b = (v4f_)_mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  float u = b[0] > b[2] ? b[0] : b[2], v = b[1] > b[3] ? b[1] : b[3];
+  return u > v ? u : v;
+}
+
+/* 16 halves at p (any alignment) <-> 16 floats; rounds to nearest even */
+ZL_KERNEL v16f zl_load_half(const void *p) {
+  v16u16 h;
+  memcpy(&h, p, 32);
+#if ZL_AVX512
+  return (v16f)_mm512_cvtph_ps((__m256i)h);
+#else
+  __m256i x = (__m256i)h;
+  return ZL_JOIN((v8f)_mm256_cvtph_ps(_mm256_castsi256_si128(x)),
+                 (v8f)_mm256_cvtph_ps(_mm256_extracti128_si256(x, 1)));
+#endif
+}
+
+ZL_KERNEL v16u16 zl_to_half(v16f x) {
+#if ZL_AVX512
+  return (v16u16)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  return (v16u16)_mm256_set_m128i(_mm256_cvtps_ph((__m256)ZL_HI(x), _MM_FROUND_TO_NEAREST_INT),
+                                  _mm256_cvtps_ph((__m256)ZL_LO(x), _MM_FROUND_TO_NEAREST_INT));
+#endif
+}
+
+/* x rounded to bfloat16, nearest even, as a float; NaN stays NaN */
+ZL_KERNEL v16f zl_round_bf16(v16f x) {
+  v16u u = (v16u)x;
+  v16u r = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
+  v16i nan = (v16i)(x != x);
+  return zl_select(nan, (v16f)((u | 0x00400000u) & 0xffff0000u), (v16f)r);
+}
+
+/* 4 signed bytes repeated in every lane */
+ZL_KERNEL v16i zl_repeat4(const int8_t *p) {
+  int32_t x;
+  memcpy(&x, p, 4);
+  return (v16i){0} + x;
+}
+
+/* acc + sum of 4 products u8 x s8 per lane, exact for every input.  zl_dot4_u7 promises u <= 128. */
+ZL_KERNEL v16i zl_dot4_u8(v16i acc, v64u8 u, v16i s) {
+#if defined(__AVX512VNNI__)
+  return (v16i)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s);
+#elif ZL_AVX512
+  /* vpmaddubsw saturates at 2 x 255 x 127: widen the even and the odd bytes instead */
+  __m512i mask = _mm512_set1_epi16(0xff);
+  __m512i even = _mm512_madd_epi16(_mm512_and_si512((__m512i)u, mask),
+                                   _mm512_srai_epi16(_mm512_slli_epi16((__m512i)s, 8), 8));
+  __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16((__m512i)u, 8), _mm512_srai_epi16((__m512i)s, 8));
+  return acc + (v16i)_mm512_add_epi32(even, odd);
+#else
+  typedef int32_t v8i_ __attribute__((vector_size(32)));
+  v16i uu = (v16i)u;
+  v8i_ r[2];
+  for (int h = 0; h < 2; h++) {
+    __m256i a = h ? (__m256i)ZL_HI(uu) : (__m256i)ZL_LO(uu), b = h ? (__m256i)ZL_HI(s) : (__m256i)ZL_LO(s);
+    __m256i mask = _mm256_set1_epi16(0xff);
+    __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, mask), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+    __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
+    r[h] = (v8i_)_mm256_add_epi32(even, odd);
+  }
+  return acc + ZL_JOIN(r[0], r[1]);
+#endif
+}
+
+ZL_KERNEL v16i zl_dot4_u7(v16i acc, v64u8 u, v16i s) {
+#if defined(__AVX512VNNI__)
+  return zl_dot4_u8(acc, u, s);
+#elif ZL_AVX512
+  /* a pair is at most 2 x 128 x 127 = 32512: no saturation */
+  __m512i pairs = _mm512_maddubs_epi16((__m512i)u, (__m512i)s);
+  return acc + (v16i)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#else
+  typedef int32_t v8i_ __attribute__((vector_size(32)));
+  v16i uu = (v16i)u;
+  __m256i one = _mm256_set1_epi16(1);
+  __m256i lo = _mm256_maddubs_epi16((__m256i)ZL_LO(uu), (__m256i)ZL_LO(s));
+  __m256i hi = _mm256_maddubs_epi16((__m256i)ZL_HI(uu), (__m256i)ZL_HI(s));
+  return acc + ZL_JOIN((v8i_)_mm256_madd_epi16(lo, one), (v8i_)_mm256_madd_epi16(hi, one));
+#endif
+}
+
+/* a 16-entry byte table looked up by 64 nibbles */
+ZL_KERNEL v64u8 zl_table16(v16u8 table, v64u8 index) {
+#if ZL_AVX512
+  return (v64u8)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)index);
+#else
+  typedef int32_t v8i_ __attribute__((vector_size(32)));
+  __m256i t = _mm256_broadcastsi128_si256((__m128i)table);
+  v16i i = (v16i)index;
+  return (v64u8)ZL_JOIN((v8i_)_mm256_shuffle_epi8(t, (__m256i)ZL_LO(i)), (v8i_)_mm256_shuffle_epi8(t, (__m256i)ZL_HI(i)));
+#endif
+}
+
+#endif
