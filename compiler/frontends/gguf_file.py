@@ -7,7 +7,8 @@ Why not the ``gguf`` package's reader: it trusts the file.  A string's length, a
 tensor's offset goes into numpy unchecked, so that hostile bytes cost memory, time or a traceback,
 and a truncated file is found when (or never) a tensor is touched.  The format is two pages; this
 reader proves everything before use, needs time and memory proportional to the file at most, and
-names the byte, key or tensor in each error.  Tests compare it with that package on files that package wrote.
+names the byte, key or tensor in each error.  Tests compare it with that package on files that
+package wrote.
 
 The header is read with ordinary reads, not mapped: a file cut short meanwhile is then an error and
 not a bus error.
