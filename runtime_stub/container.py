@@ -464,7 +464,10 @@ class Artifact:
         """Parses the manifest and compares it with the file.  Returns it."""
         if MANIFEST not in self._members:
             self._damaged(f"the ZIP has no {MANIFEST}")
-        raw = self.member(MANIFEST, MAX_MANIFEST_BYTES)
+        size = self._members[MANIFEST][1]
+        if size > MAX_MANIFEST_BYTES:
+            self._damaged(f"{MANIFEST} has {size} bytes, more than {MAX_MANIFEST_BYTES}")
+        raw = self.member(MANIFEST)
         try:
             manifest = parse_json(raw)
         except (ValueError, RecursionError) as e:

@@ -343,3 +343,31 @@ def test_json_reader_agrees_with_the_standard_library(value: object) -> None:
         assert container.parse_json(raw) == value
     except ValueError as e:  # the documented limits only
         assert "digits" in str(e)
+
+
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of the table in artifacts/README.md that no small attack file can reach."""
+    path = tmp_path / "x.zla"
+
+    def refused(data: bytes, says: str) -> None:
+        path.write_bytes(data)
+        with pytest.raises(IntegrityError, match=says):
+            open_artifact(str(path))
+
+    many = {f"m{i}": b"" for i in range(4096)}  # and the manifest
+    refused(generate.build(members=many), "entries is 4097")
+    refused(generate.build(lambda m: m.update(x="y" * (16 << 20))), "more than 16777216")
+    deep: Any = []
+    for _ in range(24):
+        deep = [deep]
+    refused(generate.build(lambda m: m.update(x=deep)), "nested deeper than 24")
+    path.write_bytes(generate.build(lambda m: m.update(x=deep[0][0])))
+    open_artifact(str(path)).close()
+    monkeypatch.setattr(container, "MAX_TENSORS", 1)
+    refused(generate.build(), "tensors has 2 entries, more than 1")
+    monkeypatch.setattr(container, "MAX_MEMBER_BYTES", 14)
+    refused(generate.build(), "reach beyond the members")
+    monkeypatch.setattr(container, "MAX_ZIP_BYTES", 100)
+    refused(generate.build(), "points outside the file")
+    monkeypatch.setattr(container, "MAX_FILE_BYTES", 100_000)
+    refused(generate.build(), "more than an artifact can have")
