@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "compiler": {"compiler", "targets", "templates", "runtime_stub"},
 }
 #: distribution -> the module it gives, where the names differ
-MODULES = {"pyyaml": "yaml", "onnx-ir": "onnx_ir"}
+MODULES = {"pyyaml": "yaml", "onnx-ir": "onnx_ir", "ml-dtypes": "ml_dtypes"}
 #: optional: only inside a function, so that nobody needs it who does not use it
 OPTIONAL = {"torch"}
 #: what an artifact carries under vendor/: the loader imports it inside the function that needs it
