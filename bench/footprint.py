@@ -1,8 +1,8 @@
 """What an artifact weighs and how soon it answers.
 
 ``python bench/footprint.py [FILE]`` (default: compiles the demo model for this host): prints one
-JSON object with the sizes of the parts, the time of ``check`` and the time from starting the process
-to the first character of generated text, both as medians over processes with a warm page cache.
+JSON object with the sizes of the parts, the time of ``check`` and the time from the start of the
+process to the first character of generated text, medians over processes with a warm page cache.
 """
 
 from __future__ import annotations

@@ -180,6 +180,8 @@ def default_output(model: Path, target: str) -> Path:
 def check_output(output: Path, model: Path, *, create_folder: bool) -> None:
     """Find out before the work, not after it, that the result cannot be written there."""
     where = str(output)
+    if "\0" in where:
+        raise UsageError("the output's name has a NUL character")
     try:
         if output.is_dir():
             raise UsageError(
