@@ -19,7 +19,7 @@ from .hf_config import find_architecture, read_config
 from .hf_tokenizer import read_tokenizer
 from .json_file import read_json_object
 from .safetensors_file import SafetensorsFile, open_safetensors
-from .sources import find_licenses, source_file
+from .sources import find_licenses, model_name, source_file
 from .weights import Weight
 
 MAX_INDEX_BYTES = 64 << 20
@@ -41,7 +41,7 @@ def load_hf(directory: Path) -> LoadedModel:
     tokenizer, tokenizer_files = read_tokenizer(directory, raw)
     shards, index_files = _open_shards(directory)
     weights = _weights(row, config, shards, str(directory))
-    name = directory.resolve().name
+    name = model_name(directory.resolve().name)
     graph = build_decoder(config, weights, name)
     files = [
         config_path,

@@ -7,6 +7,7 @@ In: paths.  Out: :class:`SourceFile` records and license texts for the manifest.
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 from zerolayer.runtime_stub.errors import InputFileError
@@ -43,3 +44,8 @@ def find_licenses(directory: Path) -> tuple[tuple[str, bytes], ...]:
         if stem in _LICENSE_STEMS and path.is_file() and path.stat().st_size <= _MAX_LICENSE_BYTES:
             found.append((path.name, path.read_bytes()))
     return tuple(found)
+
+
+def model_name(text: str) -> str:
+    """``text`` as a model name: lower case letters, digits, dots and dashes only."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower())[:80].strip("-.") or "model"
