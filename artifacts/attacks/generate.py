@@ -282,6 +282,12 @@ def attacks() -> dict[str, tuple[bytes, int, str, str]]:
         "no-format.zla": (build(without("format")), INTEGRITY, "open", "format is missing"),
         "no-files.zla": (build(without("files")), INTEGRITY, "open", "files is missing"),
         "no-weights.zla": (build(without("weights")), INTEGRITY, "open", "weights is missing"),
+        "tokenizer-list.zla": (
+            build(lambda m: m.update(tokenizer=[])), INTEGRITY, "open", "tokenizer is not of type",
+        ),
+        "entry-points-numbers.zla": (
+            build(lambda m: m.update(entry_points=[1])), INTEGRITY, "open", "entry_points holds",
+        ),
         "unlisted-member.zla": (
             build(lambda m: m["files"].pop()), INTEGRITY, "open", "not the ZIP's members",
         ),

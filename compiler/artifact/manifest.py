@@ -43,13 +43,15 @@ class ManifestInputs:
 
     ``kernels`` are injection records (``InjectionRecord.as_dict()``: facts, constants, formulas),
     ``roofline`` one row per call, ``numerics`` the gate's report or None when it was not run,
-    ``options`` what the user asked for, ``tools`` name -> version.  ``golden`` says whether
+    ``options`` what the user asked for, ``tools`` name -> version.  ``code`` is the member that the
+    loader opens, ``code_extra`` what the family adds about it.  ``golden`` says whether
     ``golden.json`` is a member; ``licenses`` are the model's licence members.
     """
 
     name: str
     program: Program
     target: Target
+    code: str
     memory: MemoryNeed
     sources: tuple[SourceFile, ...]
     tools: Mapping[str, str]
@@ -64,6 +66,7 @@ class ManifestInputs:
     vendor: Sequence[VendorPackage] = ()
     licenses: tuple[str, ...] = ()
     golden: bool = False
+    code_extra: Mapping[str, Any] | None = None
 
 
 def build_manifest(inputs: ManifestInputs) -> dict[str, Any]:
@@ -77,6 +80,7 @@ def build_manifest(inputs: ManifestInputs) -> dict[str, Any]:
         ],
         "options": dict(inputs.options),
         "target": inputs.target.as_dict(),
+        "code": {**(inputs.code_extra or {}), "path": inputs.code},
         "limits": _limits(inputs),
         "memory": _memory(program, inputs.memory),
         "entry_points": [_entry_point(program, e) for e in program.entry_points],
