@@ -39,6 +39,7 @@ __all__ = [
     "DOMAIN",
     "DOMAIN_VERSION",
     "FORMATS",
+    "FORMAT_DTYPES",
     "OPERATORS",
     "OPSET",
     "OpSignature",
@@ -46,6 +47,7 @@ __all__ = [
     "attach_functions",
     "function",
     "infer",
+    "input_dtype",
     "input_names",
     "op_name",
     "parse",
@@ -74,13 +76,15 @@ _INT64_INPUTS = frozenset({"tokens", *_STEP})
 @dataclass(frozen=True)
 class Operator:
     """One row: ``inputs`` in order, ``A`` standing for the activation bundle and ``?`` marking an
-    optional input; inputs that start with ``weight`` and have a format are listed in ``weights``."""
+    optional input; ``weights`` are the inputs that have a format.  ``shared_format``: they all have
+    the same, which the name gives once (``GatedLinear_Q4_1_int8``)."""
 
     inputs: tuple[str, ...]
     body: BodyBuilder
     shapes: ShapeRule
     attributes: tuple[tuple[str, str], ...] = ()
     weights: tuple[str, ...] = ()
+    shared_format: bool = False
 
     @property
     def has_activations(self) -> bool:
@@ -103,17 +107,13 @@ def _over(dim: Dim, by: int) -> Dim:
 
 
 def _quantized(shape: Shape) -> list[Typed]:
-    t, k = shape
-    return [(INT8, shape), (FLOAT, (t, _over(k, 32))), (FLOAT, (t, _over(k, 16)))]
-
-
-def _rows(inputs: Mapping[str, Shape]) -> Dim:
-    return inputs["q" if "q" in inputs else "x"][0]
+    lead, k = shape[:-1], shape[-1]
+    return [(INT8, shape), (FLOAT, (*lead, _over(k, 32))), (FLOAT, (*lead, _over(k, 16)))]
 
 
 def _linear_shape(sig: OpSignature, inputs: Mapping[str, Shape]) -> Shape:
     name = "weight" if "weight" in inputs else "weight_gate"
-    return _rows(inputs), inputs[name][0]
+    return (*inputs["q" if "q" in inputs else "x"][:-1], inputs[name][0])
 
 
 def _as_x(sig: OpSignature, i: Mapping[str, Shape], a: Mapping[str, object]) -> list[Typed]:
@@ -218,9 +218,9 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
         "LinearAdd": Operator(
             ("A", "weight", "residual", "bias?"), ops.linear_add, _as_linear, (), _W
         ),
-        "GatedLinear": Operator(_GATED, ops.gated_linear, _as_linear, _ACTIVATION, _GATED_WEIGHTS),
+        "GatedLinear": Operator(_GATED, ops.gated_linear, _as_linear, _ACTIVATION, _GATED_WEIGHTS, True),
         "GatedLinearQuantizeInt8": Operator(
-            _GATED, ops.gated_linear_quantize, _as_linear_q, _ACTIVATION, _GATED_WEIGHTS
+            _GATED, ops.gated_linear_quantize, _as_linear_q, _ACTIVATION, _GATED_WEIGHTS, True
         ),
         "ActLinear": Operator(
             ("A", "weight", "bias?"), ops.act_linear, _as_linear, _ACTIVATION, _W
@@ -240,7 +240,15 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
 def op_name(
     base: str, formats: Sequence[str] = (), activations: str = "", variant: str = ""
 ) -> str:
-    """``("Linear", ("Q4_1",), "int8")`` -> ``Linear_Q4_1_int8``."""
+    """``("Linear", ("Q4_1",), "int8")`` -> ``Linear_Q4_1_int8``.
+
+    ``formats`` has one entry per weight.  Raises UnsupportedError when they differ in an operator
+    that has one format.
+    """
+    if OPERATORS[base].shared_format:
+        if len(set(formats)) != 1:
+            raise UnsupportedError(f"{base} takes weights of one format, not {', '.join(formats)}")
+        formats = formats[:1]
     return "_".join(part for part in (base, *formats, activations, variant) if part)
 
 
@@ -255,12 +263,15 @@ def parse(op_type: str) -> OpSignature:
     if operator is None:
         raise _unknown(op_type, "no such operator")
     formats: list[str] = []
-    for _ in operator.weights:
+    expected = 1 if operator.shared_format else len(operator.weights)
+    for _ in range(expected):
         found = next((f for f in FORMATS if rest == f or rest.startswith(f + "_")), None)
         if found is None:
-            raise _unknown(op_type, f"it names {len(formats)} of {len(operator.weights)} formats")
+            raise _unknown(op_type, f"it names {len(formats)} of {expected} formats")
         formats.append(found)
         rest = rest[len(found) + 1 :]
+    if operator.shared_format:
+        formats *= len(operator.weights)
     activations = ""
     if operator.has_activations:
         activations, _, rest = rest.partition("_")
@@ -292,7 +303,11 @@ def input_names(op_type: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _input_dtype(sig: OpSignature, operator: Operator, name: str) -> ir.DataType:
+@lru_cache(maxsize=None)
+def input_dtype(op_type: str, name: str) -> ir.DataType:
+    """The type of an input of an operator."""
+    sig = parse(op_type)
+    operator = OPERATORS[sig.base]
     if name in operator.weights:
         return FORMAT_DTYPES[sig.formats[operator.weights.index(name)]]
     if name in _INT64_INPUTS:
@@ -308,7 +323,7 @@ def function(op_type: str) -> ir.Function:
     sig = parse(op_type)
     operator = OPERATORS[sig.base]
     names = [n.rstrip("?") for n in input_names(op_type)]
-    body = Body([(n, _input_dtype(sig, operator, n)) for n in names])
+    body = Body([(n, input_dtype(op_type, n)) for n in names])
     outputs = operator.body(body, sig)
     return body.function(op_type, outputs, [name for name, _ in operator.attributes])
 

@@ -38,34 +38,49 @@ BodyBuilder = Callable[[Body, OpSignature], Outputs]
 # --- activations and linear layers -------------------------------------------------------------
 
 
+def _like(b: Body, x: Val) -> Val:
+    """The shape of ``x`` with its last dimension left to infer."""
+    return b.concat([b.op("Shape", x, end=-1, dtype=INT64), b.ints(-1)], 0)
+
+
+def _reshape(b: Body, x: Val, shape: Val) -> Val:
+    return b.op("Reshape", x, shape, dtype=x.dtype)
+
+
 def quantize_int8(b: Body, x: Val) -> Outputs:
-    """``scale = max|x| / 127`` per 32 columns, ``q = round_half_even(x / scale)``, sums per 16."""
-    blocks = x.reshape(0, -1, 32)
-    axis = b.ints(2)
-    scale = b.op("ReduceMax", b.op("Abs", blocks), axis, keepdims=1) / 127.0
+    """``scale = max|x| / 127`` per 32 columns, ``q = round_half_even(x / scale)``, sums per 16.
+
+    Any number of leading dimensions: [.., K] -> q [.., K], scale [.., K/32], sums [.., K/16].
+    """
+    blocks = x.reshape(-1, 32)
+    scale = b.op("ReduceMax", b.op("Abs", blocks), b.ints(1), keepdims=1) / 127.0
     zero = scale.compare("Equal", 0.0)
     q = b.op("Round", blocks / b.where(zero, 1.0, scale))
     q = b.op("Clip", b.where(zero, 0.0, q), b.const(-127.0), b.const(127.0))
-    halves = b.op("ReduceSum", q.reshape(0, -1, 2, 16), b.ints(3), keepdims=0)  # [T, K/32, 2]
-    sums = (halves * scale).reshape(0, -1)
-    # Reshaping back by x's own shape keeps K known to shape inference.
-    flat = b.op("Reshape", q, b.op("Shape", x, dtype=INT64))
-    return [("q", flat.cast(INT8)), ("scale", scale.reshape(0, -1)), ("sums", sums)]
+    sums = b.op("ReduceSum", q.reshape(-1, 2, 16), b.ints(2), keepdims=0) * scale
+    rows = _like(b, x)
+    return [
+        ("q", _reshape(b, q.cast(INT8), b.op("Shape", x, dtype=INT64))),
+        ("scale", _reshape(b, scale, rows)),
+        ("sums", _reshape(b, sums, rows)),
+    ]
 
 
 def bundle(b: Body, activations: str) -> Val:
-    """The float32 value [T, K] that an activation bundle stands for."""
+    """The float32 value [.., K] that an activation bundle stands for."""
     if activations == "int8":
         q, scale = b["q"], b["scale"]
-        blocks = q.cast(FLOAT).reshape(0, -1, 32) * scale.unsqueeze(2)
-        return b.op("Reshape", blocks, b.op("Shape", q, dtype=INT64))
+        blocks = q.cast(FLOAT).reshape(-1, 32) * scale.reshape(-1, 1)
+        return _reshape(b, blocks, b.op("Shape", q, dtype=INT64))
     x = b["x"]
     return x.cast(BFLOAT16).cast(FLOAT) if activations == "bf16" else x
 
 
 def linear(b: Body, x: Val, format: str, weight: str, bias: str) -> Val:
-    """x [T, K], weight [N, K] in its format, optional bias [N] -> [T, N]."""
-    return b.op("Gemm", x, dequantize(b, format, b[weight]), b[bias], transB=1)
+    """x [.., K], weight [N, K] in its format, optional bias [N] -> [.., N]."""
+    rows = _reshape(b, x, b.concat([b.ints(-1), x.dim(-1)], 0))
+    y = b.op("Gemm", rows, dequantize(b, format, b[weight]), b[bias], transB=1)
+    return _reshape(b, y, _like(b, x))
 
 
 def activate(b: Body, x: Val) -> Val:

@@ -13,6 +13,7 @@ one session per distinct structure of a layer instead of one for the whole model
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -190,11 +191,10 @@ class _PartBuilder:
                 assert weight is not None
                 self.weights[name] = _Weight(weight, view)
         elif value.is_initializer():
-            small = value.shape is not None and value.shape.is_static() and value.size <= _SMALL
             if format and format != "F32":
                 name = f"{name}.f32"
                 self.weights[name] = _Weight(value, format)
-            elif small:
+            elif _is_small(value):
                 self.constants[name] = value
             else:
                 self.weights[name] = _Weight(value, "")
@@ -252,6 +252,43 @@ def values_by_name(graph: ir.Graph) -> dict[str, ir.Value]:
     for node in graph:
         found.update({v.name or "": v for v in node.outputs})
     return found
+
+
+def graph_without_weights(model: ir.Model) -> onnx.ModelProto:
+    """``model`` as a protobuf whose weights (over 16 elements) are inputs instead of data."""
+    graph = model.graph
+    proto = onnx.ModelProto(ir_version=model.ir_version, producer_name="zerolayer")
+    for name, version in graph.opset_imports.items():
+        proto.opset_import.add(domain=name, version=version)
+    for function in model.functions.values():
+        proto.functions.append(ir.serde.serialize_function(function))
+    out = proto.graph
+    out.name = graph.name or "graph"
+    out.node.extend(ir.serde.serialize_node(n) for n in graph)
+    out.input.extend(ir.serde.serialize_value(v) for v in graph.inputs)
+    for value in graph.initializers.values():
+        if value.const_value is not None and _is_small(value):
+            tensor = ir.serde.serialize_tensor(value.const_value)
+            tensor.name = value.name or ""
+            out.initializer.append(tensor)
+        else:
+            info = ir.serde.serialize_value(value)
+            del info.metadata_props[:]
+            out.input.append(info)
+    out.output.extend(ir.serde.serialize_value(v) for v in graph.outputs)
+    made = {v.name for v in graph.outputs}
+    out.value_info.extend(
+        ir.serde.serialize_value(v)
+        for n in graph
+        for v in n.outputs
+        if v.name not in made and v.dtype is not None
+    )
+    return proto
+
+
+def _is_small(value: ir.Value) -> bool:
+    shape = value.shape
+    return shape is not None and shape.is_static() and math.prod(shape.numpy()) <= _SMALL
 
 
 class Executable:

@@ -108,8 +108,9 @@ class Val:
         return self.body.op("Gather", self, indices, axis=axis, dtype=self.dtype)
 
     def dim(self, axis: int) -> Val:
-        """The size of one axis, int64 [1]."""
-        return self.body.op("Shape", self, start=axis, end=axis + 1, dtype=INT64)
+        """The size of one axis (-1: the last), int64 [1]."""
+        ends = {} if axis == -1 else {"end": axis + 1}
+        return self.body.op("Shape", self, start=axis, dtype=INT64, **ends)
 
 
 Operand = Union[Val, int, float]

@@ -24,7 +24,7 @@ def layer_of(place: str | None) -> int | None:
 def residual_taps(model: ir.Model) -> tuple[str, ...]:
     """Names of the residual stream's values: after the embedding, then after each layer.
 
-    The last node of ``embed`` and the last node of ``layers.i`` make them, before and after every
+    The node ``embed`` and the last node of ``layers.i`` make them, before and after every
     pass.  Raises UnsupportedError for a graph that is not a decoder.
     """
     embedding: str | None = None
@@ -34,7 +34,7 @@ def residual_taps(model: ir.Model) -> tuple[str, ...]:
         layer = layer_of(name)
         if layer is not None:
             layers[layer] = _only_name(node)
-        elif name == "embed" or name.startswith("embed."):
+        elif name == "embed":
             embedding = _only_name(node)
     if embedding is None or sorted(layers) != list(range(len(layers))) or not layers:
         raise UnsupportedError(

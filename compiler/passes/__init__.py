@@ -1,0 +1,89 @@
+"""The passes: one ordered list from a frontend's graph to the graph that is lowered.
+
+In: an ``onnx_ir.Model`` from a frontend and :class:`PassOptions`.  Out: a new model that holds only
+the operators of ``docs/architecture.md`` (tables and views).  Next file: ``../lower``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+from zerolayer.compiler.graph import domain
+from zerolayer.compiler.graph.check import check_graph
+from zerolayer.compiler.graph.dump import dump_graph
+
+from . import activations, edit, fuse, paging, simplify, weights
+from .options import PassOptions
+
+__all__ = ["PASSES", "NamedPass", "PassOptions", "run_passes"]
+
+
+@dataclass(frozen=True)
+class NamedPass:
+    """``why`` is the reason for the pass's place in the list."""
+
+    name: str
+    apply: Callable[[ir.Model, PassOptions], None]
+    why: str
+
+
+PASSES: tuple[NamedPass, ...] = (
+    NamedPass("cleanup", simplify.cleanup, "first: the rest matches without noise in between"),
+    NamedPass("float-vectors", simplify.float_vectors, "norms and biases lose their casts before "
+              "anything matches them"),
+    NamedPass("rope", simplify.rope, "names rotary tables while the cos and sin chains are whole"),
+    NamedPass("head-norm", simplify.head_norm, "needs the reshapes that paging looks through"),
+    NamedPass("softcap", simplify.softcap, "before select-logits, which moves symbols of shapes only"),
+    NamedPass("page-kv", paging.page_kv, "after rope and head-norm, so that q, k, v are [T, ..] rows"),
+    NamedPass("select-logits", paging.select_logits, "after page-kv, which makes its row input"),
+    NamedPass("linear", simplify.linear, "after all that matches standard layers by name"),
+    NamedPass("quantize-weights", weights.quantize_weights, "on Linear and Embed, whose names carry "
+              "the format; before activations, which depend on it"),
+    NamedPass("views", fuse.views, "so that producers and readers of activations meet"),
+    NamedPass("quantize-activations", activations.quantize_activations, "when formats are final"),
+    NamedPass("fuse-qkv", fuse.fuse_qkv, "before other fusions can take one of q, k, v away"),
+    NamedPass("fuse-gated", fuse.fuse_gated, "before fuse-activation: a gate is not a plain MLP"),
+    NamedPass("fuse-activation", fuse.fuse_activation, "what fuse-gated left"),
+    NamedPass("fuse-residual", fuse.fuse_residual, "after the MLP is one node"),
+    NamedPass("fuse-quantize", fuse.fuse_quantize, "last: any producer of int8 may have changed"),
+)  # fmt: skip
+
+
+def run_passes(
+    model: ir.Model,
+    options: PassOptions,
+    *,
+    dump: Path | None = None,
+    check: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> ir.Model:
+    """Run every pass over a copy of ``model`` (weights are shared, never copied) and return it.
+
+    ``dump`` is a directory for ``00-frontend.onnx``, ``01-cleanup.onnx`` ..; ``check`` verifies the
+    graph after every pass (``check_graph``); ``progress`` is told each pass's name as it starts.
+    The finished graph is always verified.  Raises UnsupportedError naming the node that a pass
+    cannot express, InputFileError for a graph that is not well formed.
+    """
+    graph = model.clone()
+    if dump is not None:
+        dump.mkdir(parents=True, exist_ok=True)
+        dump_graph(graph, dump / "00-frontend.onnx")
+    for number, step in enumerate(PASSES, 1):
+        if progress is not None:
+            progress(step.name)
+        apply_pass(graph, step, options)
+        if check or number == len(PASSES):
+            check_graph(graph, after=step.name)
+        if dump is not None:
+            dump_graph(graph, dump / f"{number:02d}-{step.name}.onnx")
+    return graph
+
+
+def apply_pass(graph: ir.Model, step: NamedPass, options: PassOptions) -> None:
+    """One pass in place, then dead nodes go and used operators get their bodies."""
+    step.apply(graph, options)
+    edit.sweep(graph)
+    domain.attach_functions(graph)
