@@ -31,6 +31,7 @@ addition rounds: fused multiply-add gives the same bits as multiply and add, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -256,14 +257,16 @@ def _half(blocks: U8, offset: int) -> F16:
 def _per_group(d: F32, integers: I8) -> F32:
     """``d`` [N, B] times ``integers`` [N, G], each block's value over its G / B groups."""
     n, b = d.shape
+    g = integers.shape[1]
     with np.errstate(invalid="ignore", over="ignore"):
-        product = d[:, :, None] * integers.reshape(n, b, -1).astype(np.float32)
-    return product.reshape(n, -1)
+        product = d[:, :, None] * integers.reshape(n, b, g // b).astype(np.float32)
+    return product.reshape(n, g)
 
 
 def _flat(values: npt.NDArray[np.generic]) -> U8:
     """[N, B, ...] -> [N, everything else]."""
-    return values.reshape(values.shape[0], -1)  # type: ignore[return-value]
+    n, *rest = values.shape
+    return values.reshape(n, math.prod(rest))  # type: ignore[return-value]
 
 
 def _nibbles(qs: U8) -> U8:

@@ -7,22 +7,19 @@ In: the path of a ``.gguf`` file.  Out: :class:`LoadedModel`.  The file is check
 
 from __future__ import annotations
 
-import hashlib
-import re
 from pathlib import Path
 
 import onnx_ir as ir
 from zerolayer.runtime_stub.errors import InputFileError, UnsupportedError
 from zerolayer.targets import formats
 
-from .config import LoadedModel, ModelConfig, SourceFile
+from .config import LoadedModel, ModelConfig
 from .decoder import build_decoder
 from .gguf_architectures import ROPE_FACTORS, read_config, weight_parts
 from .gguf_file import FETCH_AGAIN, GgufFile, TensorInfo, read_gguf
 from .gguf_tokenizer import read_tokenizer
+from .sources import model_name, source_file
 from .weights import PLAIN_FORMATS, Weight, mapped_tensor
-
-HASH_CHUNK = 1 << 20
 
 
 def load_gguf(path: Path) -> LoadedModel:
@@ -34,28 +31,18 @@ def load_gguf(path: Path) -> LoadedModel:
     file = read_gguf(path)
     config = read_config(file)
     weights = read_weights(file, config)
-    name = model_name(file)
+    name = _name(file)
     tokenizer = read_tokenizer(file)
     return LoadedModel(
         name=name,
         graph=build_decoder(config, weights, name),
         config=config,
         tokenizer=tokenizer,
-        sources=(_source(file),),
+        sources=(source_file(path),),
         licenses=_licenses(file),
         parameters=sum(weight.size for weight in weights.values()),
         source_formats=tuple((weight.name, weight.format) for weight in weights.values()),
     )
-
-
-def model_name(file: GgufFile) -> str:
-    """``general.name`` in lower case, letters, digits, dots and dashes only; else the file's."""
-    for text in (file.metadata.get("general.name"), file.path.stem):
-        if isinstance(text, str):
-            slug = re.sub(r"[^a-z0-9.]+", "-", text.lower())[:80].strip("-.")
-            if slug:
-                return slug
-    return "model"
 
 
 def read_weights(file: GgufFile, config: ModelConfig) -> dict[str, Weight]:
@@ -87,6 +74,11 @@ def read_weights(file: GgufFile, config: ModelConfig) -> dict[str, Weight]:
     return weights
 
 
+def _name(file: GgufFile) -> str:
+    title = file.metadata.get("general.name")
+    return model_name(title if isinstance(title, str) and title.strip() else file.path.stem)
+
+
 def _weight(file: GgufFile, info: TensorInfo, name: str) -> Weight:
     plain = PLAIN_FORMATS.get(info.format)
     if plain is not None:
@@ -101,14 +93,6 @@ def _weight(file: GgufFile, info: TensorInfo, name: str) -> Weight:
             next_step="only matrices may be quantized; convert the model again",
         )
     return Weight(name, info.format, info.shape, tensor, info.name)
-
-
-def _source(file: GgufFile) -> SourceFile:
-    digest = hashlib.sha256()
-    with file.path.open("rb", buffering=0) as stream:
-        while chunk := stream.read(HASH_CHUNK):
-            digest.update(chunk)
-    return SourceFile(file.name, digest.hexdigest(), file.size)
 
 
 def _licenses(file: GgufFile) -> tuple[tuple[str, bytes], ...]:
