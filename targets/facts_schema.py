@@ -187,6 +187,7 @@ _CPU = Family(
     archs=frozenset({"x86_64", "aarch64"}),
     features=X86_FEATURES | ARM_FEATURES,
     checks=(
+        _at_most("datapath_bits", "register_bits"),
         _product(
             "memory_bandwidth_gbps",
             ("memory_channels", "memory_channel_bits", "memory_rate_mts"),
@@ -212,7 +213,6 @@ _CPU = Family(
             "cores x operations per cycle x clock",
         ),
         _ascending("l1d_bytes", "l2_bytes", "l3_bytes"),
-        _at_most("datapath_bits", "register_bits"),
         _at_most("l3_sharers", "cores"),
         _cpu_l3,
         _cpu_vectors,

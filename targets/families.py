@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Union
 
 from zerolayer.runtime_stub.errors import UnsupportedError
 
@@ -18,8 +18,8 @@ from .facts import Target
 from .kernels import KernelRow
 from .program import Program
 
-#: (parts of the key, function that builds) -> bytes; see compiler/cache.py
-Cache = Callable[[Mapping[str, bytes], Callable[[], bytes]], bytes]
+#: (parts of the key, function that builds) -> (bytes, whether they were there); compiler/cache.py
+Cache = Callable[[Mapping[str, Union[str, bytes]], Callable[[], bytes]], tuple[bytes, bool]]
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ def _pieces(program: Program, entry: EntryPoint) -> list[_Piece]:
     for name in program.taps:
         if name in spans:
             produced = min(c.phase for c in entry.calls if name in c.outputs)
-            spans[name][1] = max(spans[name][1], produced + 1)
+            following = min((c.phase for c in entry.calls if c.phase > produced), default=end + 1)
+            spans[name][1] = max(spans[name][1], following)
     for name in entry.outputs:
         if name in spans:
             spans[name][1] = max(spans[name][1], end + 1)

@@ -1,0 +1,374 @@
+"""The CPU family: x86-64 levels, Zen 4, Sapphire Rapids.
+
+What the code generator has to know about these machines:
+
+* Decoding one token reads every weight once, so it runs at memory bandwidth as long as unpacking a
+  block of weights costs less than fetching it; a prompt runs at the rate of the dot product
+  instructions.  Without VNNI an int8 product takes three instructions, and the pair sums of
+  ``vpmaddubsw`` saturate; with it, one.
+* Zen 4 executes a 512-bit instruction as two 256-bit halves: half the rate per instruction, the same
+  rate per byte, and no clock penalty.  Skylake lowers its clock under AVX-512, so its level is sized
+  with the AVX-512 clock.
+* AMX tiles belong to the process only after it asked the kernel; the loader asks during detection.
+* A level is a set of instructions, not a machine.  Nothing beyond the target's ``requires.features``
+  may appear in the code, so the compiler is given exactly these and no ``native``.
+* Code objects are linked against glibc 2.17 and need nothing but libc (libm, libpthread): any Linux
+  distribution since 2014 loads them.
+
+In: a planned :class:`Program`.  Out: ``FAMILY``: rows, weight layouts, and :func:`build`, which
+renders ``templates/cpu/module.c.jinja`` around the kernel sources and compiles one shared object.  Next
+file: ``cpu_compile.py`` (the compiler and what is checked afterwards).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from zerolayer import templates
+from zerolayer.runtime_stub.errors import UnsupportedError
+
+from . import cpu_layouts, formats
+from .cpu_compile import compile_shared_object, cpu_flag, tool_versions
+from .cpu_rows import C_NAMES, ROWS, scratch_bytes
+from .facts import Target
+from .families import Binaries, Cache, Family
+from .injection import NOTE_SECTION, NOTE_TYPE, Injection, Injector
+from .kernels import KernelRow
+from .program import Buffer, BufferKind, Constant, EntryPoint, KernelCall, Program
+
+SOURCES = Path(templates.__path__[0]) / "cpu"
+DECODED = "decoded_f32"
+_BY_ID: Mapping[str, KernelRow] = {r.id: r for r in ROWS}
+_STEP_SYMBOLS = {"T": "n_tokens", "S": "n_seqs", "R": "n_logit_rows", "B": "max_blocks"}
+#: what else has to be beside the kernels' headers
+_HEADERS = ("zl_abi.h", "zl_team.h", "zl_task.h")
+
+
+def packed_bytes(layout: str, format: str, n: int, k: int) -> int:
+    """Bytes of a weight ``[n, k]`` in ``layout``; ``decoded_f32`` is plain float32."""
+    if layout == DECODED:
+        return 4 * n * k
+    return cpu_layouts.packed_bytes(layout, format, n, k)
+
+
+def pack(layout: str, format: str, raw: Any) -> Any:
+    """uint8 ``[N, row_bytes]`` as in the model file -> uint8 ``[packed_bytes]``."""
+    if layout == DECODED:
+        decoded = formats.dequantize(format, raw)
+        return np.ascontiguousarray(decoded, dtype="<f4").reshape(-1).view(np.uint8)
+    return cpu_layouts.pack(layout, format, raw)
+
+
+@dataclass(frozen=True)
+class _Instance:
+    """A distinct (row, constants): one C function."""
+
+    symbol: str
+    row: str
+    function: str
+    arguments: tuple[str, ...]
+
+
+def _literal(name: str, value: Constant) -> str:
+    """A constant as C.  Floats are hexadecimal: the exact double, rounded once by the kernel."""
+    if isinstance(value, str):
+        spelled = C_NAMES.get(name, {}).get(value)
+        if spelled is None:
+            raise UnsupportedError(f"no CPU kernel takes {name} = {value!r}")
+        return spelled
+    if isinstance(value, float):
+        return f"{value.hex()}f" if value == np.float32(value) else f"(float){value.hex()}"
+    return str(value)
+
+
+class _Module:
+    """Collects what the template needs for one entry point."""
+
+    def __init__(self, program: Program, entry: EntryPoint, injection: Injection) -> None:
+        self.program = program
+        self.entry = entry
+        self.injection = injection
+        self.by_name: dict[str, Buffer] = {b.name: b for b in program.buffers}
+        self.instances: dict[tuple[object, ...], _Instance] = {}
+        self.operands: list[dict[str, object]] = [{"value": 0, "space": "ZL_NONE", "name": "absent"}]
+        self.operand_index: dict[str, int] = {}
+        self.symbols: list[str] = []
+        self.scratch = 0
+
+    def operand(self, name: str | None) -> int:
+        if name is None:
+            return 0
+        found = self.operand_index.get(name)
+        if found is not None:
+            return found
+        b = self.by_name[name]
+        spaces = {
+            BufferKind.WEIGHT: "ZL_WEIGHTS",
+            BufferKind.ACTIVATION: "ZL_WORKSPACE",
+            BufferKind.KV: "ZL_KV",
+            BufferKind.INPUT: "ZL_INPUT",
+            BufferKind.OUTPUT: "ZL_OUTPUT",
+        }
+        if b.kind is BufferKind.INPUT:
+            value = self.entry.inputs.index(name)
+        elif b.kind is BufferKind.OUTPUT:
+            value = self.entry.outputs.index(name)
+        else:
+            if b.offset is None:
+                raise ValueError(f"buffer {name} has no offset: the program was not planned")
+            value = b.offset
+        index = len(self.operands)
+        self.operands.append({"value": value, "space": spaces[b.kind], "name": _comment(name)})
+        self.operand_index[name] = index
+        return index
+
+    def symbol(self, rows: int | str) -> int:
+        if isinstance(rows, int):
+            return -1 - rows
+        if rows not in self.symbols:
+            self.symbols.append(rows)
+        return self.symbols.index(rows)
+
+    def instance(self, call: KernelCall) -> _Instance:
+        row = _BY_ID[call.row]
+        constants = dict(call.constants)
+        key = (row.id, call.constants, len(call.inputs), len(call.outputs))
+        found = self.instances.get(key)
+        if found is not None:
+            return found
+        injector = self.injection.kernel(f"k{len(self.instances)} {row.id}")
+        spelled = []
+        for name in row.constants:
+            value = injector.constant(name, constants[name], "model")
+            spelled.append(_literal(name, value))
+        _kernel_facts(injector, row, constants)
+        self.scratch = max(self.scratch, scratch_bytes(row, constants))
+        operands = [f"p[{i}]" for i in range(len(call.inputs) + len(call.outputs))]
+        instance = _Instance(
+            f"k{len(self.instances)}", row.id, row.function, (*operands, *spelled)
+        )
+        self.instances[key] = instance
+        return instance
+
+    def calls(self) -> list[dict[str, object]]:
+        out: list[dict[str, object]] = []
+        first = 0
+        for call in self.entry.calls:
+            operands = [self.operand(n) for n in (*call.inputs, *call.outputs)]
+            out.append(
+                {
+                    "name": _comment(call.name),
+                    "symbol": self.instance(call).symbol,
+                    "rows": self.symbol(call.rows),
+                    "operands": ", ".join(map(str, operands)),
+                    "first": first,
+                }
+            )
+            first += len(operands)
+        return out
+
+    def phases(self) -> list[dict[str, int]]:
+        """Ranges of calls; the calls are in phase order."""
+        taps = set(self.program.taps)
+        out: list[dict[str, int]] = []
+        last = -1
+        for i, call in enumerate(self.entry.calls):
+            if call.phase != last:
+                out.append({"begin": i, "end": i, "tap": -1})
+                last = call.phase
+            out[-1]["end"] = i + 1
+            for name in call.outputs:
+                if name in taps:
+                    out[-1]["tap"] = self.operand(name)
+        return out
+
+
+def _comment(text: str) -> str:
+    """Text that is safe inside a C comment."""
+    return text.replace("*/", "* /").encode("ascii", "replace").decode().replace("\\", "/")[:120]
+
+
+def _kernel_facts(
+    injector: Injector, row: KernelRow, constants: Mapping[str, Constant]
+) -> None:
+    """The hardware facts that a kernel's code depends on, and what is derived from them."""
+    injector.constant("instruction_set", row.id.rsplit(".", 1)[-1], "requires.features")
+    injector.fact("register_bits")
+    if row.weight_layout and "K" in constants:
+        _tile_bytes(injector)
+        injector.derive("prefetch_bytes", "64 * cache_line_bytes")
+        injector.derive("tile_tokens", "max(8, min(256, tile_bytes // K // 8 * 8))")
+
+
+def _tile_bytes(injector: Injector) -> int:
+    """Activations of a token tile: a quarter of L2, so that the weights streaming past and the
+    outputs do not push them out."""
+    return injector.derive("tile_bytes", "l2_bytes // 4")
+
+
+def render(program: Program, target: Target) -> tuple[str, Injection]:
+    """The module's C source with every kernel header in it, and what was injected."""
+    injection = Injection(target)
+    (entry,) = program.entry_points
+    step = entry.name == "step"
+    module = _Module(program, entry, injection)
+    shared = injection.kernel("module")
+    calls, phases = module.calls(), module.phases()
+    if module.symbols and not step:
+        plain = [n for n, _ in program.bounds if "*" not in n]
+    else:
+        plain = []
+    note = injection_note(injection, shared, module, program)
+    headers = dict.fromkeys(
+        (*_HEADERS, *(_BY_ID[c.row].header for c in entry.calls), *(["zl_sample.h"] if step else []))
+    )
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
+    )
+    template = environment.from_string((SOURCES / "module.c.jinja").read_text("utf-8"))
+    text = template.render(
+        model=_comment(program.model),
+        model_c=_c_string(program.model),
+        target=target.name,
+        defines=_defines(program, module, shared),
+        headers=list(headers),
+        note_section=NOTE_SECTION,
+        note_type=NOTE_TYPE,
+        note_bytes=len(note),
+        note_lines=_c_lines(note),
+        instances=list(module.instances.values()),
+        operands=module.operands,
+        calls=calls,
+        phases=phases,
+        symbols=module.symbols,
+        step=step,
+        step_symbols=_STEP_SYMBOLS,
+        n_taps=len(program.taps),
+        persistent=program.fusion == "aggressive",
+        inputs=list(entry.inputs),
+        n_outputs=len(entry.outputs),
+        plain_bounds=[program.bound(n) for n in plain],
+        symbol_c={n: _symbol_c(n, plain) for n in module.symbols} if not step else {},
+    )
+    return amalgamate(text), injection
+
+
+def injection_note(
+    injection: Injection, shared: Injector, module: _Module, program: Program
+) -> bytes:
+    """Injects what the module as a whole takes and returns the record's bytes."""
+    _defines(program, module, shared)
+    return injection.note()
+
+
+def _symbol_c(name: str, plain: list[str]) -> str:
+    """``2*batch*seq`` as C over ``dims``."""
+    parts = [p if p.isdigit() else f"dims[{plain.index(p)}]" for p in name.split("*")]
+    return " * ".join(parts)
+
+
+def _defines(program: Program, module: _Module, shared: Injector) -> list[tuple[str, str, str]]:
+    """(macro, value, comment) of the module's configuration, all of it injected."""
+    bounds = dict(program.bounds)
+    kv = program.kv
+    logits = [
+        b.offset for b in program.buffers if b.kind is BufferKind.OUTPUT and b.offset is not None
+    ]
+    plan: list[tuple[str, str, int]] = [
+        ("ZL_WEIGHTS_BYTES", "bytes of the weights region", program.weights_bytes),
+        ("ZL_WORKSPACE_BYTES", "bytes of activations", program.workspace_bytes),
+        ("ZL_LOGITS_OFFSET", "logits, when the caller passes no place", logits[0] if logits else 0),
+        ("ZL_KV_BLOCK_BYTES", "bytes of one KV block, all layers", kv.block_bytes if kv else 0),
+        ("ZL_KV_BLOCK_SIZE", "positions in one KV block", kv.block_size if kv else 1),
+        ("ZL_MAX_TOKENS", "T", bounds.get("T", 1)),
+        ("ZL_MAX_SEQS", "S", bounds.get("S", 1)),
+        ("ZL_MAX_LOGIT_ROWS", "R", bounds.get("R", 1)),
+        ("ZL_MAX_BLOCKS", "B", bounds.get("B", 1)),
+        ("ZL_VOCAB", "token ids", program.vocab_size),
+        ("ZL_HIDDEN", "elements of the residual stream", program.hidden_size),
+        ("ZL_LAYERS", "layers", program.n_layers),
+        ("ZL_SCRATCH_BYTES", "scratch of one thread", module.scratch),
+    ]
+    for name, _, value in plan:
+        shared.constant(name, value, "plan")
+    tile = _tile_bytes(shared)
+    prefetch = shared.derive("prefetch_bytes", "64 * cache_line_bytes")
+    return [
+        *((name, str(value), comment) for name, comment, value in plan),
+        ("ZL_TILE_BYTES", str(tile), "l2_bytes // 4"),
+        ("ZL_PREFETCH_BYTES", str(prefetch), "64 * cache_line_bytes"),
+    ]
+
+
+def _c_string(text: str) -> str:
+    return "".join(
+        c if c.isalnum() and c.isascii() or c in " ._-+" else f"\\{b:03o}"
+        for c in text
+        for b in ([0] if c.isascii() and (c.isalnum() or c in " ._-+") else c.encode("utf-8"))
+    )
+
+
+def _c_lines(data: bytes, width: int = 96) -> list[str]:
+    """ASCII bytes as the insides of C string literals."""
+    text = data.decode("ascii")
+    return [
+        text[i : i + width].replace("\\", "\\\\").replace('"', '\\"').replace("?", "\\?")
+        for i in range(0, len(text), width)
+    ]
+
+
+def amalgamate(text: str) -> str:
+    """``text`` with every ``#include "zl_..."`` replaced by the source, once: one self-contained file."""
+    done: set[str] = set()
+
+    def expand(source: str) -> str:
+        out: list[str] = []
+        for line in source.splitlines():
+            name = line.strip().removeprefix('#include "').partition('"')[0]
+            if not line.strip().startswith('#include "'):
+                out.append(line)
+            elif name not in done:
+                done.add(name)
+                out += [f"/* ---- {name} ---- */", expand((SOURCES / name).read_text("utf-8"))]
+        return "\n".join(out)
+
+    return expand(text) + "\n"
+
+
+def build(
+    program: Program, target: Target, *, cache: Cache | None = None, work_dir: Path | None = None
+) -> Binaries:
+    """Renders and compiles ``program``; the object comes from ``cache`` when it was built before.
+
+    Raises UnsupportedError when the compiler is missing or refuses the source, or when the object
+    is not what a host may load (see ``cpu_compile.check_object``).
+    """
+    source, injection = render(program, target)
+
+    def compiled() -> bytes:
+        return compile_shared_object(source, target, work_dir)
+
+    parts: dict[str, str | bytes] = {
+        "family": "cpu",
+        "source": source,
+        "flags": json.dumps(cpu_flag(target)),
+    }
+    data = cache(parts, compiled)[0] if cache is not None else compiled()
+    stem = f"kernels/{target.name}"
+    return Binaries(
+        files={f"{stem}.so": data, f"{stem}.c": source.encode("utf-8")},
+        entry=f"{stem}.so",
+        kernels=tuple(injection.records()),
+        tools=tool_versions(),
+        extra={"flags": list(cpu_flag(target))},
+    )
+
+
+FAMILY = Family("cpu", ROWS, packed_bytes, pack, build)
