@@ -17,7 +17,7 @@ from zerolayer.runtime_stub.container import Artifact
 from . import inspect
 
 _BAR = 24  # columns of a full bar
-_TIMES = ("seconds", "time", "time_s", "time_us", "time_ns", "predicted_us", "us", "ns", "share")
+_TIMES = ("seconds", "time_s", "time_us", "time_ns", "predicted_us", "share")
 
 
 def render(artifact: Artifact, view: str = "") -> RenderableType:
@@ -40,7 +40,7 @@ def size(value: float) -> str:
     """Bytes as people read them: 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+            return f"{value:.{0 if unit == 'B' else 1}f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
 
@@ -49,7 +49,7 @@ def bar(value: float, largest: float) -> str:
     """A bar of up to ``_BAR`` columns in eighths of a column."""
     if not largest > 0 or not value >= 0:
         return ""
-    eighths = round(min(value / largest, 1.0) * _BAR * 8)
+    eighths = int(min(value / largest, 1.0) * _BAR * 8 + 0.5)
     return "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
 
 
@@ -153,9 +153,9 @@ def _pairs(data: Mapping[str, Any]) -> Table:
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for name, value in data.items():
-        if str(name).endswith("bytes") and isinstance(value, int):
-            value = f"{value:,} ({size(value)})"
-        table.add_row(Text(str(name).replace("_", " ")), Text(_plain(value)))
+        in_bytes = str(name).endswith("bytes") and isinstance(value, int)
+        text = f"{value:,} ({size(value)})" if in_bytes else _plain(value)
+        table.add_row(Text(str(name).replace("_", " ")), Text(text))
     return table
 
 
