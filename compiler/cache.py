@@ -133,6 +133,11 @@ class CompileCache:
         """Whether entries are kept; False after the directory turned out to be unusable."""
         return self._enabled
 
+    @property
+    def directory(self) -> Path | None:
+        """Where tools may keep caches of their own beside the entries; None without a cache."""
+        return self.root if self._enabled else None
+
     def _usable(self) -> bool:
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -292,6 +292,7 @@ def compile_command(
     path = output if output is not None else default_output(chosen.model, facts.name)
     check_output(path, chosen.model, create_folder=output is None)
 
+    decisions = [_resolved(d, chosen.model, facts.name) for d in chosen.decisions]
     from .driver import CompileRequest, compile_model
 
     request = CompileRequest(
@@ -307,7 +308,7 @@ def compile_command(
         verify=not no_verify,
         check_passes=check_passes,
         dump=dump,
-        decisions=(*(_resolved(d, chosen.model, facts.name) for d in chosen.decisions), *agreed),
+        decisions=tuple(d.line() for d in (*decisions, *agreed)),
     )
     with _progress() as progress:
         result = compile_model(request, progress)
@@ -347,6 +348,74 @@ def targets_command(
         print_json({"host": host, "targets": [t.as_dict() for t in found]})
     else:
         cli_show.show_targets(found, host)
+
+
+@app.command("inspect")
+@guarded
+def inspect_command(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="An artifact.")],
+    *,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Kernels with their calls, bytes and flops.")
+    ] = False,
+    injected: Annotated[
+        bool,
+        typer.Option("--injected", help="Facts and constants that were baked into each kernel."),
+    ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Weights, workspace, KV and the largest contexts.")
+    ] = False,
+    roofline: Annotated[
+        bool, typer.Option("--roofline", help="Predicted time per kernel and what bounds it.")
+    ] = False,
+    manifest: Annotated[bool, typer.Option("--manifest", help="The whole manifest.")] = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show what an artifact is, or one view of it."""
+    from zerolayer.runtime_stub.container import open_artifact
+
+    from .artifact import inspect, inspect_show
+
+    asked = zip(inspect.VIEWS, (kernels, injected, memory, roofline, manifest), strict=True)
+    views = [name for name, wanted in asked if wanted]
+    if len(views) > 1:
+        raise UsageError(
+            "more than one view: " + ", ".join(f"--{v}" for v in views), next_step="choose one"
+        )
+    view = views[0] if views else ""
+    with open_artifact(file) as artifact:
+        if as_json:
+            data = inspect.view(artifact, view)
+            print_json({view: data} if view else data)
+        else:
+            cli_show.console().print(inspect_show.render(artifact, view))
+
+
+@app.command("verify")
+@guarded
+def verify_command(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="An artifact.")],
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Check every byte of an artifact; it runs on any machine (`FILE verify` also runs prompts)."""
+    from .artifact.inspect import verify_file
+
+    with _progress() as progress, progress.stage("verify", total=None) as stage:
+        seen = 0
+
+        def advance(done: int, _total: int) -> None:
+            nonlocal seen
+            stage.advance(done - seen)
+            seen = done
+
+        verified = verify_file(Path(file), advance)
+    if as_json:
+        print_json(verified.as_dict())
+    else:
+        rows = [(name, str(value)) for name, value in verified.as_dict().items()]
+        cli_show.console().print(cli_show.pairs(rows))
 
 
 @app.command("demo-model")

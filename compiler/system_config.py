@@ -98,10 +98,10 @@ class Decision:
     source: str
     overrides: str = ""
 
-    def as_dict(self) -> dict[str, str]:
-        """For the manifest and ``--json``."""
-        out = {"name": self.name, "value": self.value, "source": self.source}
-        return {**out, "overrides": self.overrides} if self.overrides else out
+    def line(self) -> str:
+        """The decision in words: ``fusion = balanced (system_config.toml:3)``."""
+        over = f", over {self.overrides}" if self.overrides else ""
+        return f"{self.name} = {self.value} ({self.source}{over})"
 
 
 def load_system_config(path: Path) -> SystemConfig:

@@ -104,7 +104,10 @@ def test_the_command_line_wins_and_that_is_recorded(tmp_path: Path) -> None:
         "model.quantization_scheme = int8 (system_config.toml:9)",
         "kernel.fusion_level = balanced (system_config.toml:12)",
     ]
-    assert chosen.decisions[0].as_dict()["overrides"].startswith("hardware.")
+    assert chosen.decisions[0].line() == (
+        "target = zen4 (command line, over"
+        " hardware.default_gpu_family = h100 (system_config.toml:3))"
+    )
 
 
 def test_without_a_file() -> None:
@@ -112,10 +115,10 @@ def test_without_a_file() -> None:
         None, model=Path("m"), target="zen4", quantize=None, fusion=None, gpu_targets=gpus
     )
     assert (chosen.quantize, chosen.fusion) == ("keep", None)
-    assert [d.as_dict() for d in chosen.decisions] == [
-        {"name": "target", "value": "zen4", "source": "command line"},
-        {"name": "model", "value": "m", "source": "command line"},
-        {"name": "quantize", "value": "keep", "source": "default"},
+    assert [d.line() for d in chosen.decisions] == [
+        "target = zen4 (command line)",
+        "model = m (command line)",
+        "quantize = keep (default)",
     ]
     with pytest.raises(UsageError, match="no target"):
         choose(None, model=Path("m"), target=None, quantize=None, fusion=None, gpu_targets=gpus)
