@@ -1,0 +1,148 @@
+"""The command ``run``: a graph without KV cache, arrays in, arrays out.
+
+In: ``--input NAME=FILE.npy`` for each input.  Out: ``NAME.npy`` files in ``--output-dir``, or a
+summary of each output.  Next file: ``npy.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from .errors import IntegrityError, ResourceError, UsageError
+from .npy import DTYPE_BYTES, DTYPES, read_npy, write_npy
+from .options import Option, integer, word
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from .options import Values
+    from .session import Session
+
+OPTIONS = [
+    Option(("--input",), "an input array (repeat for each input)", word, metavar="NAME=FILE.npy",
+           many=True),
+    Option(("--output-dir",), "where to write NAME.npy for each output", word, metavar="DIR"),
+    Option(("--threads",), "default: physical cores that this process may use", integer(1, 4096),
+           metavar="N"),
+]  # fmt: skip
+
+
+def symbol_order(entry: dict[str, Any], buffers: dict[str, dict[str, Any]],
+                 symbols: dict[str, int]) -> list[str]:  # fmt: skip
+    """The symbols in the order of ``zl_run``'s ``dims``: as they appear in the inputs' shapes, then
+    the products (``batch*seq``) as calls first iterate over them."""
+    order: list[str] = []
+    words = [d for name in entry["inputs"] for d in buffers[name]["shape"]]
+    words += [c.get("rows") for c in entry.get("calls", ())]
+    for w in words:
+        if isinstance(w, str) and w in symbols and w not in order:
+            order.append(w)
+    return order + sorted(set(symbols) - set(order))
+
+
+def value_of(symbol: str, known: dict[str, int]) -> int:
+    """A symbol's value; a product symbol is the product of its parts."""
+    if symbol in known:
+        return known[symbol]
+    value = 1
+    for part in symbol.split("*"):
+        if part not in known:
+            raise UsageError(f"the dimension {part!r} is in no input's shape")
+        value *= known[part]
+    return value
+
+
+def _read_inputs(
+    session: Session, entry: dict[str, Any], buffers: dict[str, dict[str, Any]], given: list[str]
+) -> tuple[list[bytearray], dict[str, int]]:
+    """The input arrays in order, and the value of each symbol in their shapes."""
+    files: dict[str, str] = {}
+    for item in given:
+        name, equals, path = item.partition("=")
+        if not equals or name not in entry["inputs"] or name in files:
+            raise UsageError(
+                f"--input {item!r} is not NAME=FILE.npy with a new NAME",
+                next_step=f"inputs: {', '.join(entry['inputs'])}",
+            )
+        files[name] = path
+    missing = [n for n in entry["inputs"] if n not in files]
+    if missing:
+        raise UsageError(f"no --input for {', '.join(missing)}", where=session.path)
+    arrays, known = [], dict[str, int]()
+    for name in entry["inputs"]:
+        buffer = buffers[name]
+        dtype, shape, data = read_npy(files[name])
+        want = tuple(buffer["shape"])
+        ok = dtype == buffer["dtype"] and len(shape) == len(want)
+        for have, dim in zip(shape, want):  # noqa: B905 (Python 3.9)
+            ok = ok and (known.setdefault(dim, have) if isinstance(dim, str) else dim) == have
+        if not ok:
+            raise UsageError(
+                f"input {name} is {dtype}{list(shape)}, must be {buffer['dtype']}{list(want)}",
+                where=files[name],
+            )
+        arrays.append(data)
+    return arrays, known
+
+
+def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
+    """Returns what ``--json`` prints."""
+    session.require_hardware()
+    entry = session.entry_point("run")
+    buffers = {b["name"]: b for b in session.manifest.get("buffers", ())}
+    bounds = dict(session.manifest.get("limits", {}).get("symbols", {}))
+    for name in (*entry["inputs"], *entry["outputs"]):
+        if buffers.get(name, {}).get("dtype") not in DTYPES:
+            raise IntegrityError(f"the manifest does not describe {name}", where=session.path)
+    if values["output_dir"] is not None and not os.path.isdir(values["output_dir"]):
+        raise UsageError("--output-dir is not a folder", where=values["output_dir"])
+    inputs, known = _read_inputs(session, entry, buffers, values["input"])
+    order = entry.get("dims") or symbol_order(entry, buffers, bounds)
+    dims = [value_of(s, known) for s in order]
+    for symbol, value in zip(order, dims):  # noqa: B905 (Python 3.9)
+        if not 0 < value <= bounds.get(symbol, value):
+            raise ResourceError(
+                f"{symbol} is {value}, the artifact was built for 1 to {bounds[symbol]}",
+                next_step="use smaller inputs or compile with larger bounds",
+            )
+    shapes = {
+        name: tuple(value_of(d, known) if isinstance(d, str) else d for d in buffers[name]["shape"])
+        for name in entry["outputs"]
+    }
+    outputs = []
+    for name in entry["outputs"]:
+        size = DTYPE_BYTES[buffers[name]["dtype"]]
+        for n in shapes[name]:
+            size *= n
+        outputs.append(bytearray(size))
+    session.memory.require(0, session.path)
+    threads, _why = session.threads(values["threads"])
+    engine = session.start(0, threads)
+    start = time.perf_counter()
+    engine.run(inputs, outputs, dims)
+    seconds = time.perf_counter() - start
+    described = []
+    for name, data in zip(entry["outputs"], outputs):  # noqa: B905 (Python 3.9)
+        dtype, shape = buffers[name]["dtype"], shapes[name]
+        item: dict[str, Any] = {"name": name, "dtype": dtype, "shape": list(shape)}
+        if values["output_dir"] is not None:
+            item["file"] = os.path.join(values["output_dir"], _file_name(name))
+            write_npy(item["file"], dtype, shape, data)
+        described.append(item)
+        if not as_json:
+            sys.stdout.write(f"{name}  {dtype}{list(shape)}  {item.get('file', '')}\n")
+    return {
+        "outputs": described,
+        "run_ms": round(seconds * 1e3, 3),
+        "threads": threads,
+        "timings": session.timings.as_dict(),
+    }
+
+
+def _file_name(name: str) -> str:
+    """An output's name as a file name: it comes from a model file and may hold anything."""
+    safe = "".join(c if c.isalnum() and c.isascii() or c in "._-" else "_" for c in name)
+    return safe.lstrip(".")[:120] + ".npy"

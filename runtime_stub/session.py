@@ -1,0 +1,256 @@
+"""From a file to a running engine, each phase timed.
+
+In: the artifact's path, options.  Out: :class:`Session` (artifact, facts, memory plan; then engine
+and scheduler).  Next file: ``cli.py``.  The order is fixed: structure of the file, host against
+``requires``, memory; only then code and weights.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from .container import open_artifact
+from .detect import host_facts
+from .errors import IntegrityError, UnsupportedError, UsageError
+from .memory import MemoryPlan
+from .requires import Mismatch, compare, refuse
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any, Optional
+
+    from .driver_cpu import CpuEngine
+    from .scheduler import Scheduler
+    from .step import Limits
+    from .text import TextCodec
+
+
+class Timings:
+    """Milliseconds by phase, in order."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._last = self._start
+        self.phases: dict[str, float] = {}
+
+    def mark(self, name: str) -> None:
+        """The time since the previous mark belongs to ``name``."""
+        now = time.perf_counter()
+        self.phases[name] = self.phases.get(name, 0.0) + (now - self._last) * 1e3
+        self._last = now
+
+    def skip(self) -> None:
+        """The time since the previous mark belongs to nobody."""
+        self._last = time.perf_counter()
+
+    def as_dict(self) -> dict[str, float]:
+        return {f"{k}_ms": round(v, 3) for k, v in self.phases.items()}
+
+
+def since_process_start() -> Optional[float]:
+    """Seconds since the kernel started this process (10 ms steps); None when /proc is not there."""
+    try:
+        with open("/proc/self/stat", "rb") as f:
+            ticks = int(f.read().rpartition(b")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
+
+
+class Session:
+    """An artifact on this host.  ``mask`` hides CPU features (tests play a lesser machine)."""
+
+    def __init__(self, path: str, mask: Iterable[str] = ()) -> None:
+        self.timings = Timings()
+        start = since_process_start()
+        if start is not None:
+            self.timings.phases["interpreter"] = start * 1e3
+        self.artifact = open_artifact(path)
+        self.manifest: dict[str, Any] = self.artifact.manifest
+        self.path = path
+        self.timings.mark("open")
+        self.facts = host_facts(mask)
+        self.memory = MemoryPlan(self.manifest, self.facts)
+        self.timings.mark("detect")
+        self.engine: Optional[CpuEngine] = None
+        self._codec: Optional[TextCodec] = None
+
+    # what the manifest says ---------------------------------------------------------------------
+
+    @property
+    def target(self) -> dict[str, Any]:
+        target = self.manifest.get("target")
+        return target if isinstance(target, dict) else {}
+
+    @property
+    def mismatches(self) -> list[Mismatch]:
+        requires = self.target.get("requires")
+        if not isinstance(requires, dict):
+            raise IntegrityError("the manifest says not what the target requires", where=self.path)
+        return compare(requires, self.facts)
+
+    def require_hardware(self) -> None:
+        """HardwareMismatchError unless this host is of the kind that the artifact is for."""
+        refuse(str(self.target.get("name", "?")), self.mismatches, self.facts, self.path)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        settings = self.manifest.get("tokenizer") or {}
+        return tuple(i for i in settings.get("eos_ids", ()) if isinstance(i, int))
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.manifest.get("model", {}).get("vocab_size", 0))
+
+    def entry_point(self, name: str) -> dict[str, Any]:
+        """The manifest's entry point; UnsupportedError when the artifact has another kind."""
+        entries = self.manifest.get("entry_points") or []
+        if isinstance(entries, dict):
+            entries = [dict(value, name=key) for key, value in entries.items()]
+        for entry in entries:
+            if entry.get("name") == name:
+                return dict(entry)
+        have = ", ".join(str(e.get("name")) for e in entries) or "none"
+        raise UnsupportedError(
+            f"the artifact has no entry point {name!r} (it has: {have})",
+            where=self.path,
+            next_step="use 'run' for a graph, 'generate' or 'chat' for a language model",
+        )
+
+    def limits(self) -> Limits:
+        """The limits of one step; UnsupportedError for a model that is not a language model."""
+        from .step import Limits
+
+        self.entry_point("step")
+        limits = self.manifest.get("limits", {})
+        try:
+            names = ("max_tokens", "max_seqs", "max_logit_rows", "max_context")
+            return Limits(block_size=self.memory.block_size, **{n: int(limits[n]) for n in names})
+        except (KeyError, TypeError, ValueError) as e:
+            raise IntegrityError(f"the manifest's limits are wrong: {e}", where=self.path) from None
+
+    def code_member(self) -> str:
+        """The name of the code object."""
+        path = (self.manifest.get("code") or {}).get("path")
+        if isinstance(path, str):
+            return path
+        found = [n for n in self.artifact.names if n.startswith("kernels/") and n.endswith(".so")]
+        if len(found) != 1:
+            raise IntegrityError(
+                f"the artifact has {len(found)} code objects, must have one", where=self.path
+            )
+        return found[0]
+
+    # running ------------------------------------------------------------------------------------
+
+    def threads(self, asked: Optional[int]) -> tuple[int, str]:
+        """(threads, why).  One per physical core that affinity and quota leave, at most what the
+        target's facts say saturates its memory."""
+        facts = self.facts
+        if asked is not None:
+            return asked, "as asked"
+        count = facts.usable_threads()
+        quota = "no quota" if facts.cpu_quota is None else f"quota {facts.cpu_quota:g}"
+        why = f"{facts.cores_affinity} cores, {len(facts.cpus_affinity)} CPUs allowed, {quota}"
+        cap = (self.target.get("defaults") or {}).get("max_threads")
+        if isinstance(cap, int) and 1 <= cap < count:
+            return cap, f"{why}; memory saturates at {cap}"
+        return count, why
+
+    def start(self, kv_blocks: int, threads: int, pin: bool = False) -> CpuEngine:
+        """Loads the code, maps the weights, allocates memory, creates the engine."""
+        from .driver_cpu import CodeObject, CpuEngine
+
+        self.timings.skip()
+        name = self.code_member()
+        code = CodeObject(self.artifact.member(name))
+        expected = {
+            "weights_bytes": self.memory.weights,
+            "workspace_bytes": self.memory.workspace,
+            "kv_block_bytes": self.memory.block_bytes,
+            "kv_block_size": self.memory.block_size,
+        }
+        limits = self.manifest.get("limits", {})
+        for key in ("max_tokens", "max_seqs", "max_logit_rows"):
+            if key in limits:
+                expected[key] = limits[key]
+        code.check_against(expected, f"{self.path}:{name}")
+        self.timings.mark("code")
+        weights, offset, size = None, 0, 0
+        if self.memory.weights:
+            weights, offset = self.artifact.map_weights()
+            size = self.artifact.weights_size
+        self.timings.mark("map_weights")
+        self.engine = CpuEngine(
+            code,
+            weights,
+            offset,
+            size,
+            kv_blocks=kv_blocks,
+            n_threads=threads,
+            cpus=self.facts.cpus_affinity[:threads] if pin else (),
+        )
+        self.timings.mark("create")
+        return self.engine
+
+    def scheduler(
+        self,
+        kv_blocks: int,
+        threads: int,
+        *,
+        pin: bool = False,
+        max_context: Optional[int] = None,
+    ) -> Scheduler:
+        """The engine behind a scheduler with ``kv_blocks`` blocks."""
+        from .scheduler import Scheduler
+
+        limits = self.limits()
+        limits.max_context = min(limits.max_context, max_context or limits.max_context)
+        engine = self.start(kv_blocks, threads, pin)
+        return Scheduler(limits, kv_blocks, engine.step, engine.copy_block)
+
+    def kv_blocks(
+        self, wanted: int, longest: int, max_context: Optional[int], kv_memory: Optional[int]
+    ) -> int:
+        """Blocks for ``wanted`` tokens in all, of which one sequence may need ``longest``.
+
+        ``kv_memory`` (bytes) replaces the default, which is what is wanted or what fits.  Raises
+        ResourceError with numbers when ``longest`` does not fit.
+        """
+        plan = self.memory
+        longest = min(longest, max_context or plan.max_context, plan.max_context)
+        if kv_memory is not None:
+            blocks = kv_memory // plan.block_bytes
+            if blocks < 1:
+                raise UsageError(
+                    f"--kv-memory {kv_memory} bytes is less than one KV block "
+                    f"({plan.block_bytes} bytes)"
+                )
+            plan.require(blocks * plan.block_size, self.path)
+            return min(blocks, (1 << 31) - 1)
+        plan.require(longest, self.path)
+        return max(plan.blocks_for(longest), min(plan.blocks_for(wanted), plan.largest_blocks))
+
+    def codec(self) -> TextCodec:
+        """The tokenizer, loaded when first asked for."""
+        if self._codec is None:
+            from .text import TextCodec
+
+            self.timings.skip()
+            self._codec = TextCodec(self.artifact)
+            self.timings.mark("tokenizer")
+        return self._codec
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+        self.artifact.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
