@@ -65,6 +65,21 @@ class WeightEntry:
 
 
 @dataclass(frozen=True)
+class WrittenWeights:
+    """The weights region as it lies in the unfinished file: open descriptor, offset and size in
+    bytes, sha256 per section.  Valid during ``finish`` only."""
+
+    fd: int
+    offset: int
+    size: int
+    hashes: tuple[str, ...]
+
+
+#: called when the weights are in the file: what they allow to say about themselves
+Finish = Callable[[WrittenWeights], tuple[Mapping[str, Any], Mapping[str, bytes]]]
+
+
+@dataclass(frozen=True)
 class _Section:
     name: str
     offset: int  # from the start of the weights region
@@ -160,23 +175,22 @@ def zip_bytes(members: Mapping[str, bytes]) -> Iterator[bytes]:
 def write_artifact(
     out: Path,
     *,
-    manifest: Mapping[str, Any],
     members: Mapping[str, bytes],
     weights: Iterable[WeightEntry],
     header_text: str,
+    manifest: Mapping[str, Any] | None = None,
+    finish: Finish | None = None,
     progress: Progress | None = None,
 ) -> str:
     """Writes the artifact ``out`` and returns its digest (64 hexadecimal digits).
 
     ``manifest`` must not have the keys ``format``, ``header``, ``files``, ``weights``, ``digest``:
-    they are added here.  ``progress`` is called with the bytes of weights done and in all.  An
+    they are added here.  ``finish``, called between weights and ZIP, returns a manifest (in place of
+    ``manifest``) and further members; what it raises ends the build.  ``progress`` is called with the bytes of weights done and in all.  An
     existing ``out`` is replaced in one step, or left as it was when anything fails.
 
     Raises UsageError (arguments, folder), ResourceError (disk full), and what ``produce`` raises.
     """
-    for key in ("format", "header", "files", "weights", "digest"):
-        if key in manifest:
-            raise UsageError(f"the manifest must not have the key {key!r}: the writer adds it")
     sections = _plan(list(weights))
     region = sections[-1].offset + sections[-1].size if sections else 0
     header = header_page(header_text)
@@ -185,8 +199,15 @@ def write_artifact(
         os.lseek(output.fd, HEADER_BYTES, os.SEEK_SET)
         output.written = HEADER_BYTES
         _write_weights(output, sections, region, progress)
-        complete, digest = _complete_manifest(manifest, members, sections, output.hashes, header)
-        for piece in zip_bytes({**members, container.MANIFEST: complete}):
+        everything = dict(members)
+        if finish is not None:
+            written = WrittenWeights(output.fd, HEADER_BYTES, region, tuple(output.hashes))
+            manifest, more = finish(written)
+            everything |= more
+        complete, digest = _complete_manifest(
+            manifest or {}, everything, sections, output.hashes, header
+        )
+        for piece in zip_bytes({**everything, container.MANIFEST: complete}):
             _write(output, piece)
         os.lseek(output.fd, 0, os.SEEK_SET)
         _write(output, header)
@@ -230,6 +251,9 @@ def _complete_manifest(
     """Adds what only the writer knows; returns the canonical bytes and the digest."""
     if container.MANIFEST in members:
         raise UsageError(f"the members must not hold {container.MANIFEST}")
+    for key in ("format", "header", "files", "weights", "digest"):
+        if key in manifest:
+            raise UsageError(f"the manifest must not have the key {key!r}: the writer adds it")
     complete: dict[str, Any] = dict(manifest)
     complete["format"] = {
         "name": "zerolayer-artifact",

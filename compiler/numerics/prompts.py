@@ -33,13 +33,13 @@ def pseudo_random_ids(vocab_size: int, count: int, seed: int) -> list[int]:
 
 
 def gate_prompts(
-    config: ModelConfig, tokenizer: TokenizerAssets | None
+    config: ModelConfig, tokenizer: TokenizerAssets | None, longest: int
 ) -> list[tuple[str | None, list[int]]]:
     """(text, ids) pairs; without a tokenizer the text is None and the ids are pseudo-random.
 
-    No prompt is longer than half the context, so that tokens can follow it.
+    No prompt is longer than ``longest`` tokens.
     """
-    longest = max(1, config.max_context // 2)
+    longest = max(1, longest)
     prompts: list[tuple[str | None, list[int]]] = []
     if tokenizer is not None:
         from tokenizers import Tokenizer

@@ -1,0 +1,313 @@
+"""The pipeline: a model file in, one artifact out, every stage in the order of the design.
+
+In: a :class:`CompileRequest` and something to report progress to.  Out: the artifact on disk and a
+:class:`~zerolayer.compiler.report.CompileResult`.  Next file: ``frontends/__init__.py``, the first stage; the summary is in
+``report.py``.
+
+Nothing here knows a format, a device or an operator: it calls the stages and hands on what they
+return.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from zerolayer.runtime_stub.errors import UnsupportedError, UsageError
+from zerolayer.targets import families, roofline
+from zerolayer.targets.facts import Target
+from zerolayer.targets.kernels import KernelQuery, select
+from zerolayer.targets.program import BufferKind, Program
+
+from .artifact.loader_sources import loader_members
+from .artifact.manifest import (
+    ManifestInputs,
+    TensorQuantization,
+    build_manifest,
+    header_text,
+    tokenizer_members,
+)
+from .artifact.vendor import Vendor, collect_vendor
+from .artifact.writer import WrittenWeights, write_artifact
+from .cache import CompileCache
+from .frontends import load_model
+from .frontends.config import LoadedModel
+from .lower.lower import LowerOptions, lower
+from .memory.check import check_plan
+from .memory.plan import memory_need, plan
+from .numerics.verify import GateInputs, Verified, verify_weights
+from .pack import weight_entries
+from .passes import PassOptions, run_passes
+from .progress import Progress, Stage
+from .report import CompileResult, Warnings
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """What to compile, for which target, how.  ``None`` means the target's default.
+
+    ``dims`` bounds symbolic dimensions of graphs that are not language models; ``decisions`` are
+    the lines that say where each setting came from, for the record.
+    """
+
+    model: Path
+    target: Target
+    output: Path
+    quantize: str = "keep"
+    activations: str | None = None
+    fusion: str | None = None
+    max_context: int | None = None
+    dims: Mapping[str, int] | Sequence[tuple[str, int]] = ()
+    strict: bool = False
+    verify: bool = True
+    check_passes: bool = False
+    dump: Path | None = None
+    decisions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """The request with every default filled in."""
+
+    quantize: str
+    activations: str
+    fusion: str
+    kv_dtype: str
+    max_context: int
+    dims: tuple[tuple[str, int], ...]
+
+    def as_options(self) -> dict[str, str | int | bool]:
+        """What the manifest records."""
+        return {
+            "quantize": self.quantize,
+            "activations": self.activations,
+            "fusion": self.fusion,
+            "kv_dtype": self.kv_dtype,
+            "max_context": self.max_context,
+            **{f"dim.{name}": bound for name, bound in self.dims},
+        }
+
+
+def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
+    """Compile ``request.model`` and write ``request.output``.
+
+    Raises a ZerolayerError for anything the user can act on; in that case an existing output file is
+    left as it was and no new one appears.
+    """
+    warnings = Warnings(request.strict)
+    cache = CompileCache()
+    with progress.stage("read model"):
+        model = load_model(request.model)
+    choices = _choose(request, model)
+    family = families.family(request.target.family)
+    with progress.stage("passes"):
+        graph = _passes(request, choices, model)
+    with progress.stage("lower"):
+        program = _program(request, choices, model, graph)
+        need = memory_need(program)
+        predicted = roofline.predict(program, request.target)
+    with progress.stage("kernels") as stage:
+        binaries = family.build(
+            program, request.target, cache=_noted(cache, stage), work_dir=cache.directory
+        )
+    vendor = collect_vendor(request.target.requires.arch) if model.tokenizer else Vendor((), ())
+    manifest_inputs = ManifestInputs(
+        name=model.name,
+        program=program,
+        target=request.target,
+        memory=need,
+        sources=model.sources,
+        tools=_tools(binaries.tools),
+        options=choices.as_options(),
+        config=model.config,
+        parameters=model.parameters,
+        tokenizer=model.tokenizer,
+        kernels=binaries.kernels,
+        roofline=predicted.as_dict(),
+        quantization=_quantization(program, graph, model),
+        vendor=vendor.packages,
+        licenses=tuple(name for name, _ in model.licenses),
+    )
+    members: dict[str, bytes] = {
+        **loader_members(),
+        **binaries.files,
+        **dict(vendor.members),
+        **tokenizer_members(model.tokenizer),
+        **{f"licenses/model/{name}": data for name, data in model.licenses},
+    }
+    gate = GateInputs(
+        model=model,
+        program=program,
+        code=binaries.files[binaries.entry],
+        quantize=choices.quantize,
+        activations=choices.activations,
+        skip=None if request.verify else "--no-verify",
+        target=request.target,
+    )
+
+    def finish(written: WrittenWeights) -> tuple[dict[str, Any], dict[str, bytes]]:
+        nonlocal verified
+        with progress.stage("numerics", total=gate.units()) as stage:
+            verified = verify_weights(gate, written, cache, stage.advance)
+        if verified.not_run:
+            warnings.add(f"numerics gate not run: {verified.not_run}")
+        inputs = replace(
+            manifest_inputs, numerics=verified.report, golden=verified.golden is not None
+        )
+        more = {"golden.json": verified.golden} if verified.golden is not None else {}
+        manifest = build_manifest(inputs)
+        manifest["code"] = {"path": binaries.entry, **binaries.extra}
+        return manifest, more
+
+    verified = Verified()
+    with progress.stage("write", total=max(1, program.weights_bytes)) as stage:
+        digest = write_artifact(
+            request.output,
+            members=members,
+            weights=weight_entries(program, graph, family),
+            header_text=header_text(build_manifest(manifest_inputs)),
+            finish=finish,
+            progress=_bytes_done(stage),
+        )
+    return CompileResult(
+        output=request.output,
+        digest=digest,
+        model=model,
+        target=request.target,
+        options=choices.as_options(),
+        decisions=request.decisions,
+        program=program,
+        need=need,
+        predicted=predicted,
+        verified=verified,
+        size=request.output.stat().st_size,
+        code_bytes=len(binaries.files[binaries.entry]),
+        warnings=warnings.lines(),
+        timings=tuple(progress.timings),
+    )
+
+
+def _choose(request: CompileRequest, model: LoadedModel) -> _Choices:
+    target = request.target
+    activations = request.activations or target.choice("activations")
+    if model.config is None:
+        activations = "f32"
+        if request.activations not in (None, "f32"):
+            raise UnsupportedError(
+                f"--activations {request.activations} is for language models",
+                where=model.name,
+                next_step="leave it out: other graphs run in float32",
+            )
+        if request.quantize != "keep":
+            raise UnsupportedError(
+                f"--quantize {request.quantize} is for language models",
+                where=model.name,
+                next_step="leave it out",
+            )
+        if request.max_context is not None:
+            raise UsageError(
+                "--max-context is for language models", next_step="use --dim NAME=N for graphs"
+            )
+    return _Choices(
+        quantize=request.quantize,
+        activations=activations,
+        fusion=request.fusion or target.choice("fusion"),
+        # float32 activations promise the reference's tokens, so their cache is float32 too
+        kv_dtype="f32" if activations == "f32" else target.choice("kv_dtype"),
+        max_context=request.max_context or 0,
+        dims=tuple(sorted(dict(request.dims).items())),
+    )
+
+
+def _passes(request: CompileRequest, choices: _Choices, model: LoadedModel) -> ir.Model:
+    target = request.target
+    rows = families.family(target.family).rows
+
+    def supports(query: KernelQuery) -> str | None:
+        try:
+            select(rows, query, target.features, target.name)
+        except UnsupportedError as e:
+            return e.what
+        return None
+
+    options = PassOptions(
+        quantize=choices.quantize,  # type: ignore[arg-type]
+        activations=choices.activations,  # type: ignore[arg-type]
+        fusion=choices.fusion,  # type: ignore[arg-type]
+        block_size=target.default("kv_block_size"),
+        kv_dtype=choices.kv_dtype,
+        supports=supports,
+    )
+    return run_passes(model.graph, options, dump=request.dump, check=request.check_passes)
+
+
+def _program(
+    request: CompileRequest, choices: _Choices, model: LoadedModel, graph: ir.Model
+) -> Program:
+    options = LowerOptions(
+        name=model.name,
+        activations=choices.activations,
+        fusion=choices.fusion,
+        max_context=choices.max_context,
+        kv_dtype=choices.kv_dtype,
+        dims=choices.dims,
+    )
+    program = plan(lower(graph, model.config, request.target, options))
+    check_plan(program)
+    return program
+
+
+def _quantization(
+    program: Program, graph: ir.Model, model: LoadedModel
+) -> list[TensorQuantization]:
+    formats = dict(model.source_formats)
+    initializers = graph.graph.initializers
+    rows = []
+    for b in program.buffers:
+        if b.kind is not BufferKind.WEIGHT:
+            continue
+        names = [initializers[s].metadata_props.get("source", s) for s in b.source]
+        rows.append(
+            TensorQuantization(
+                tensor=b.name,
+                sources=tuple(names),
+                source_formats=tuple(formats.get(s, b.format) for s in b.source),
+                stored_format=b.format,
+                layout=b.layout,
+            )
+        )
+    return rows
+
+
+def _noted(cache: CompileCache, stage: Stage) -> families.Cache:
+    """The cache as families see it, telling the stage whether the code was there."""
+
+    def get_or_build(
+        parts: Mapping[str, str | bytes], build: Callable[[], bytes]
+    ) -> tuple[bytes, bool]:
+        data, hit = cache.get_or_build(parts, build)
+        stage.note("from the compile cache" if hit else "compiled")
+        return data, hit
+
+    return get_or_build
+
+
+def _bytes_done(stage: Stage) -> Callable[[int, int], None]:
+    last = 0
+
+    def done(now: int, _total: int) -> None:
+        nonlocal last
+        stage.advance(now - last)
+        last = now
+
+    return done
+
+
+def _tools(build_tools: Sequence[tuple[str, str]]) -> dict[str, str]:
+    names = ("numpy", "onnx", "onnx-ir", "onnxruntime")
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {"zerolayer": importlib.metadata.version("zerolayer"), **found, **dict(build_tools)}

@@ -1,0 +1,136 @@
+"""What a compile tells its user when it is done.
+
+In: the facts of a finished compile.  Out: :class:`CompileResult` with a summary for people and a
+dictionary for pipelines.  Next file: ``cli.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerolayer.runtime_stub.errors import UnsupportedError
+from zerolayer.targets.facts import Target
+from zerolayer.targets.program import Program
+from zerolayer.targets.roofline import Prediction
+
+from .frontends.config import LoadedModel
+from .memory.plan import MemoryNeed
+from .numerics.verify import Verified
+
+
+class Warnings:
+    """Collects what a build would only warn about; under ``--strict`` the first one ends it."""
+
+    def __init__(self, strict: bool) -> None:
+        self._strict = strict
+        self._lines: list[str] = []
+
+    def add(self, text: str) -> None:
+        """One warning.  Raises UnsupportedError when strict."""
+        if self._strict:
+            raise UnsupportedError(text, where="--strict", next_step="leave out --strict to accept")
+        self._lines.append(text)
+
+    def lines(self) -> tuple[str, ...]:
+        return tuple(self._lines)
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """A finished compile.  Sizes are bytes; ``timings`` are (stage, seconds), in order."""
+
+    output: Path
+    digest: str
+    model: LoadedModel
+    target: Target
+    options: dict[str, str | int | bool]
+    decisions: tuple[str, ...]
+    program: Program
+    need: MemoryNeed
+    predicted: Prediction
+    verified: Verified
+    size: int
+    code_bytes: int
+    warnings: tuple[str, ...]
+    timings: tuple[tuple[str, float], ...]
+
+    def summary(self) -> list[tuple[str, str]]:
+        """(label, text) rows of the closing table."""
+        need, options = self.need, self.options
+        calls = sum(len(e.calls) for e in self.program.entry_points)
+        rows = [
+            ("artifact", f"{mib(self.size)}, sha256 {self.digest[:16]}"),
+            ("model", f"{self.model.name}, {self.model.parameters:,} parameters"),
+            ("target", f"{self.target.name}: {self.target.description}"),
+            (
+                "precision",
+                f"weights {options['quantize']}, activations {options['activations']}, "
+                f"KV {options['kv_dtype']}",
+            ),
+            (
+                "kernels",
+                f"{calls} calls per step, fusion {options['fusion']}, code {self.code_bytes:,} bytes",
+            ),
+            ("memory", self._memory()),
+        ]
+        rows += [(label, text) for label, text in self.predicted.summary()]
+        rows.append(("numerics", self._numerics()))
+        rows += [("setting", line) for line in self.decisions]
+        rows += [("warning", line) for line in self.warnings]
+        rows.append(("time", ", ".join(f"{name} {s:.1f} s" for name, s in self.timings)))
+        if need.contexts:
+            fits = ", ".join(f"{m >> 30} GiB: {t:,}" for m, t in need.contexts[:5])
+            rows.insert(6, ("context", f"largest that fits in memory, in tokens: {fits}"))
+        return rows
+
+    def _memory(self) -> str:
+        need = self.need
+        text = f"weights {mib(need.weights_bytes)} + workspace {mib(need.workspace_bytes)}"
+        if need.kv_bytes_per_token:
+            text += f" + {need.kv_bytes_per_token:,} bytes per token of context"
+        return text
+
+    def _numerics(self) -> str:
+        report = self.verified.report or {}
+        if self.verified.not_run:
+            return f"not run ({self.verified.not_run})"
+        if "kl" not in report:
+            worst = max((o["relative_error"] for o in report.get("outputs", ())), default=0.0)
+            return f"{report.get('status')}: largest relative error {worst:g}"
+        return (
+            f"{report['status']}: top-1 {report['top1']:.1%} of {report['decisive_positions']} decisive "
+            f"positions, KL {report['kl']:g} nats, relative logit error {report['logit_error']:g}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        need = self.need
+        return {
+            "output": str(self.output),
+            "digest": self.digest,
+            "size": self.size,
+            "code_bytes": self.code_bytes,
+            "model": {"name": self.model.name, "parameters": self.model.parameters},
+            "target": self.target.name,
+            "options": self.options,
+            "decisions": list(self.decisions),
+            "calls": {e.name: len(e.calls) for e in self.program.entry_points},
+            "memory": {
+                "weights_bytes": need.weights_bytes,
+                "workspace_bytes": need.workspace_bytes,
+                "kv_bytes_per_token": need.kv_bytes_per_token,
+                "kv_block_bytes": need.kv_block_bytes,
+                "contexts": [{"memory_bytes": m, "tokens": t} for m, t in need.contexts],
+            },
+            "predicted": self.predicted.as_dict(),
+            "numerics": self.verified.report or {"status": "not run"},
+            "warnings": list(self.warnings),
+            "timings": {name: round(s, 3) for name, s in self.timings},
+        }
+
+
+def mib(nbytes: int) -> str:
+    """Bytes as mebibytes for people."""
+    return f"{nbytes / (1 << 20):,.1f} MiB"
