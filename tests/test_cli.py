@@ -152,7 +152,7 @@ def test_our_usage_errors(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
 
 
-@pytest.mark.parametrize("folder_of", ["file/out.zla", "a" * 300 + ".zla", "x\0y"])
+@pytest.mark.parametrize("folder_of", ["file/out.zla", "a" * 300 + ".zla"])
 def test_output_paths_that_cannot_be(zl: Run, tmp_path: Path, folder_of: str) -> None:
     (tmp_path / "file").write_bytes(b"")
     outcome = zl("compile", "m", "--target", "zen4", "-o", tmp_path / folder_of)
