@@ -1,7 +1,7 @@
 """NumPy's ``.npy`` files with the standard library: versions 1 and 2, C order, little endian.
 
-In: a file.  Out: (dtype, shape, bytes), and back.  Next file: ``run_graph.py``.  The header is parsed
-by a fixed pattern, nothing is evaluated; its sizes are compared with the file before use.
+In: a file.  Out: (dtype, shape, bytes), and back.  Next file: ``run_graph.py``.  The header is
+parsed by a fixed pattern, nothing is evaluated; sizes are compared with the file before use.
 """
 
 from __future__ import annotations

@@ -30,17 +30,13 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-def symbol_order(entry: dict[str, Any], buffers: dict[str, dict[str, Any]],
-                 symbols: dict[str, int]) -> list[str]:  # fmt: skip
-    """The symbols in the order of ``zl_run``'s ``dims``: as they appear in the inputs' shapes, then
-    the products (``batch*seq``) as calls first iterate over them."""
-    order: list[str] = []
-    words = [d for name in entry["inputs"] for d in buffers[name]["shape"]]
-    words += [c.get("rows") for c in entry.get("calls", ())]
-    for w in words:
-        if isinstance(w, str) and w in symbols and w not in order:
-            order.append(w)
-    return order + sorted(set(symbols) - set(order))
+def symbol_order(entry: dict[str, Any], buffers: dict[str, dict[str, Any]]) -> list[str]:
+    """The symbols in the order of ``zl_run``'s ``dims``: as they appear in the inputs' shapes.
+    Product symbols (``batch*seq``) are not passed."""
+    order: dict[str, None] = {}
+    for name in entry["inputs"]:
+        order.update({d: None for d in buffers[name]["shape"] if isinstance(d, str)})
+    return [symbol for symbol in order if "*" not in symbol]
 
 
 def value_of(symbol: str, known: dict[str, int]) -> int:
@@ -100,7 +96,7 @@ def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]
     if values["output_dir"] is not None and not os.path.isdir(values["output_dir"]):
         raise UsageError("--output-dir is not a folder", where=values["output_dir"])
     inputs, known = _read_inputs(session, entry, buffers, values["input"])
-    order = entry.get("dims") or symbol_order(entry, buffers, bounds)
+    order = entry.get("dims") or symbol_order(entry, buffers)
     dims = [value_of(s, known) for s in order]
     for symbol, value in zip(order, dims):  # noqa: B905 (Python 3.9)
         if not 0 < value <= bounds.get(symbol, value):
@@ -144,5 +140,5 @@ def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]
 
 def _file_name(name: str) -> str:
     """An output's name as a file name: it comes from a model file and may hold anything."""
-    safe = "".join(c if c.isalnum() and c.isascii() or c in "._-" else "_" for c in name)
+    safe = "".join(c if (c.isalnum() and c.isascii()) or c in "._-" else "_" for c in name)
     return safe.lstrip(".")[:120] + ".npy"
