@@ -125,6 +125,7 @@ class _Lowering:
             "S": self.target.default("max_seqs"),
             "R": self.target.default("max_logit_rows"),
             "B": -(-(wanted or limit) // self.block_size),
+            "S+1": self.target.default("max_seqs") + 1,
         }
 
     def _run_bound(self, name: str) -> int:

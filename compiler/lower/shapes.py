@@ -14,6 +14,9 @@ import onnx_ir as ir
 from zerolayer.runtime_stub.errors import UnsupportedError
 from zerolayer.targets.program import Dim
 
+#: symbol of the KV pool's size: the host's choice, so it has no bound and sizes nothing
+SLOTS = "slots"
+
 
 class Dimensions:
     """``fixed`` bounds the symbols of a step; ``bound_of`` is asked for others, and None refuses them."""
@@ -25,7 +28,7 @@ class Dimensions:
 
     @property
     def bounds(self) -> tuple[tuple[str, int], ...]:
-        """Symbols in order of appearance, then product symbols (``batch*seq``)."""
+        """Plain symbols in order of appearance, then derived ones (``S+1``, ``batch*seq``)."""
         return (*self._bounds.items(), *self._products.items())
 
     def shape(self, value: ir.Value, place: str) -> tuple[Dim, ...]:
@@ -42,7 +45,7 @@ class Dimensions:
         name = dim.value
         if not isinstance(name, str) or not name:
             raise UnsupportedError(f"a dimension of {value.name} is not known", where=place)
-        if name not in self._bounds:
+        if name not in self._bounds and name != SLOTS:
             if self._bound_of is None:
                 raise UnsupportedError(f"{value.name} has the unknown dimension {name}", where=place)
             self._bounds[name] = self._bound_of(name)

@@ -1,0 +1,154 @@
+"""The predicted roofline: how long each kernel call must take on a target, and tokens per second.
+
+In: a planned :class:`Program` and the target's facts, through an injector.  Out: :class:`Prediction`.
+Next file: a family's rows, for example ``cpu_rows.py``.
+
+A call takes the longer of its bytes at memory bandwidth and its operations at the peak rate of its
+operand type.  Weights are read once per call; activations of a step stay in cache unless they are
+larger than L3, so they count as bytes only then; attention reads the KV of the context.  The figure
+is a bound for the machine that the target's facts describe, not a promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .facts import Target
+from .injection import Injector
+from .program import EntryPoint, KernelCall, Program
+
+
+@dataclass(frozen=True)
+class CallPrediction:
+    """One call at one batch shape.  ``bound`` is ``memory`` or ``compute``."""
+
+    name: str
+    row: str
+    flops: int
+    bytes: int
+    seconds: float
+    bound: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A whole entry point: ``tokens`` rows with ``context`` positions behind each."""
+
+    tokens: int
+    context: int
+    seconds: float
+    tokens_per_second: float
+    weight_bytes: int
+    calls: tuple[CallPrediction, ...]
+    injected: Mapping[str, object]
+
+    def as_dict(self, calls: bool = False) -> dict[str, object]:
+        """The manifest's form: times in nanoseconds, rounded, so that it is the same everywhere."""
+        out: dict[str, object] = {
+            "tokens": self.tokens,
+            "context": self.context,
+            "ns": round(self.seconds * 1e9),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "weight_bytes": self.weight_bytes,
+            "injected": dict(self.injected),
+        }
+        if calls:
+            out["calls"] = [
+                {
+                    "name": c.name,
+                    "row": c.row,
+                    "flops": c.flops,
+                    "bytes": c.bytes,
+                    "ns": round(c.seconds * 1e9, 1),
+                    "bound": c.bound,
+                }
+                for c in self.calls
+            ]
+        return out
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Per second: bytes, and operations by activation kind."""
+
+    bytes: float
+    ops: Mapping[str, float]
+    cache: float  # bytes of the last cache level
+
+
+def _rates(injector: Injector, target: Target) -> _Rates:
+    bandwidth = float(injector.fact("memory_bandwidth_gbps")) * 1e9
+    names = {f.name for f in target.facts}
+    if target.family == "cpu":
+        f32 = float(injector.fact("peak_f32_gflops")) * 1e9
+        bf16 = f32
+        if "bf16_ops_per_cycle" in names:
+            ratio = injector.fact("bf16_ops_per_cycle") / injector.fact("f32_ops_per_cycle")
+            bf16 = f32 * float(ratio)
+        int8 = float(injector.fact("peak_int8_gops")) * 1e9
+        return _Rates(
+            bandwidth, {"int8": int8, "bf16": bf16, "f32": f32, "": f32}, float(injector.fact("l3_bytes"))
+        )
+    if target.family == "cuda":
+        bf16 = float(injector.fact("dense_bf16_tflops")) * 1e12
+        int8 = float(injector.fact("dense_int8_tops")) * 1e12 if "dense_int8_tops" in names else bf16
+        return _Rates(
+            bandwidth, {"int8": int8, "bf16": bf16, "f32": bf16, "": bf16}, float(injector.fact("l2_bytes"))
+        )
+    bf16 = float(injector.fact("tensor_bf16_tflops") * injector.fact("cores")) * 1e12
+    rates = dict.fromkeys(("int8", "bf16", "f32", ""), bf16)
+    return _Rates(bandwidth, rates, float(injector.fact("sbuf_bytes")))
+
+
+def _kind(call: KernelCall) -> str:
+    """Activation kind that the call computes with, from its constants or its row."""
+    kind = dict(call.constants).get("activation_kind")
+    if isinstance(kind, str):
+        return kind
+    return "int8" if ".int8." in call.row else ""
+
+
+def _rows(program: Program, call: KernelCall, tokens: int, sequences: int) -> int:
+    if isinstance(call.rows, int):
+        return call.rows
+    if call.rows == "T":
+        return tokens
+    if call.rows in ("R", "S"):
+        return min(sequences, program.bound(call.rows))
+    return program.bound(call.rows)
+
+
+def predict(
+    program: Program, target: Target, *, tokens: int = 1, context: int = 0, sequences: int = 1
+) -> Prediction:
+    """Time of one step of ``tokens`` tokens in ``sequences`` sequences whose tokens see ``context``
+    positions on average, one logit row per sequence.  A ``run`` entry is predicted at its bounds."""
+    injector = Injector(target, "roofline")
+    rates = _rates(injector, target)
+    entry: EntryPoint = program.entry_points[0]
+    calls: list[CallPrediction] = []
+    for call in entry.calls:
+        rows = _rows(program, call, tokens, sequences)
+        flops, moved = call.flops * rows, call.weight_bytes
+        activations = call.activation_bytes * rows
+        if call.op.startswith("PagedAttention"):
+            flops *= max(context, 1)
+            # a sequence's keys and values are read once for all its tokens of the step
+            moved += call.activation_bytes * max(context, 1) * sequences
+        elif call.op == "Embed" or activations > rates.cache:
+            moved += activations
+        by_memory, by_compute = moved / rates.bytes, flops / rates.ops[_kind(call)]
+        seconds = max(by_memory, by_compute)
+        bound = "memory" if by_memory >= by_compute else "compute"
+        calls.append(CallPrediction(call.name, call.row, flops, moved, seconds, bound))
+    total = sum(c.seconds for c in calls)
+    return Prediction(
+        tokens,
+        context,
+        total,
+        tokens / total if total else 0.0,
+        sum(c.weight_bytes for c in entry.calls),
+        tuple(calls),
+        injector.record(),
+    )
