@@ -91,7 +91,14 @@ def _heads(constants: Mapping[str, Constant]) -> str | None:
     return None
 
 
-_PAGED = _all(_multiple("block_size", 16), _multiple("head_dim", 8), _heads)
+def _head_dim(constants: Mapping[str, Constant]) -> str | None:
+    value = constants.get("head_dim")
+    if isinstance(value, int) and value > 512:  # ZL_MAX_HEAD_DIM in zl_attention.h
+        return f"head_dim = {value} is larger than 512"
+    return None
+
+
+_PAGED = _all(_multiple("block_size", 16), _multiple("head_dim", 8), _head_dim, _heads)
 _ATTENTION = (
     "num_heads", "kv_num_heads", "head_dim", "scale", "softcap", "window", "block_size", "kv_dtype",
 )  # fmt: skip
@@ -168,8 +175,10 @@ _KERNELS: tuple[_Kernel, ...] = (
       for op in ("Add", "Sub", "Mul", "Div")),
     _Kernel("Swish", "zl_elementwise.h", "zl_swish", ("C", "alpha")),
     _Kernel("Gelu", "zl_elementwise.h", "zl_gelu", ("C", "approximate")),
-    *(_Kernel(op, "zl_elementwise.h", f"zl_{op.lower()}", ("C",))
-      for op in ("Relu", "Tanh", "Sigmoid", "Softmax")),
+    _Kernel("Relu", "zl_elementwise.h", "zl_relu", ("C",)),
+    _Kernel("Tanh", "zl_elementwise.h", "zl_tanh_rows", ("C",)),
+    _Kernel("Sigmoid", "zl_elementwise.h", "zl_sigmoid_rows", ("C",)),
+    _Kernel("Softmax", "zl_elementwise.h", "zl_softmax", ("C",)),
     _Kernel("Gather", "zl_elementwise.h", "zl_gather", ("C",)),
 )  # fmt: skip
 
@@ -202,11 +211,13 @@ ROWS: tuple[KernelRow, ...] = _rows()
 def scratch_bytes(row: KernelRow, constants: Mapping[str, Constant]) -> int:
     """Bytes of per-thread scratch that a call of ``row`` needs; a multiple of 64.
 
-    Only the kernels for float activations need any: a tile of 8 token rows, rounded and padded.
+    Only the kernels for float activations need any: a tile of token rows, rounded and padded.
     """
     if not row.function.endswith("_float"):
         return 0
     k = constants["K"]
     if not isinstance(k, int):
         raise TypeError(f"K = {k!r} of {row.id} is not an integer")
-    return 8 * (-(-k // 32) * 32) * 4
+    padded = -(-k // 32) * 32
+    tokens = max(8, min(64, 65536 // padded // 8 * 8))  # zl_float_tokens in zl_linear_float.h
+    return tokens * padded * 4

@@ -1,0 +1,369 @@
+/* Paged attention and the KV cache: CacheWrite, PagedAttention, PagedAttentionQuantizeInt8.
+ *
+ * In: zl_math.h, zl_quantize.h.  Out: zl_kv_slot, zl_cache_put (used by zl_qkv.h), the kernels.  Next file:
+ * zl_elementwise.h.
+ *
+ * One layer's share of a KV block, KV = f32 or f16:
+ *     K  [kv_heads][head_dim][block_size]     positions are lanes: q . k for 16 positions is one chain of
+ *     V  [kv_heads][block_size][head_dim]     multiply-adds with no sum across lanes; elements are lanes
+ *
+ * A query walks its context in chunks of ZL_CHUNK positions at absolute multiples of ZL_CHUNK with a running maximum
+ * (online softmax), restarts the running state every ZL_SPAN positions and merges the spans in order: what is added to
+ * what depends on the query's position only, not on the batch, the tile or the threads.
+ * Queries that share a KV head (the heads of its group, the tokens of a tile) read K and V together.
+ */
+#ifndef ZL_ATTENTION_H
+#define ZL_ATTENTION_H
+#include "zl_math.h"
+#include "zl_quantize.h"
+
+#define ZL_CHUNK 64   /* positions scored at a time */
+#define ZL_SPAN 1024  /* positions between restarts of the running softmax */
+#define ZL_QUERIES 32 /* queries of a tile */
+#define ZL_MAX_HEAD_DIM 512
+
+ZL_KERNEL int64_t zl_kv_bytes(int kv_dtype) { return kv_dtype == ZL_KV_F16 ? 2 : 4; }
+
+/* where position p of sequence s is: the block's data of one buffer, and the offset in the block */
+ZL_KERNEL char *zl_kv_block(const zl_task *t, char *kv, int64_t seq, int64_t block_index) {
+  return kv + (int64_t)t->block_table[seq * t->max_blocks + block_index] * (int64_t)ZL_KV_BLOCK_BYTES;
+}
+
+/* 16 (or the first n) elements of a cache */
+ZL_KERNEL v16f zl_kv_load(const char *p, int kv_dtype) {
+  return kv_dtype == ZL_KV_F16 ? zl_load_half(p) : zl_load((const float *)(const void *)p);
+}
+ZL_KERNEL v16f zl_kv_load_n(const char *p, int kv_dtype, int64_t n) {
+  if (n >= 16) return zl_kv_load(p, kv_dtype);
+  if (kv_dtype == ZL_KV_F32) return zl_load_n((const float *)(const void *)p, n);
+  v16u16 h = {0};
+  memcpy(&h, p, (size_t)n * 2);
+  return zl_load_half(&h);
+}
+
+/* one head's row x[hd] into the cache at (block, offset in block) */
+ZL_KERNEL void zl_cache_put(const float *x, char *block, int64_t kv_head, int64_t at, int64_t head_dim,
+                            int64_t block_size, int role, int kv_dtype) {
+  const int64_t bytes = zl_kv_bytes(kv_dtype);
+  char *base = block + kv_head * head_dim * block_size * bytes;
+  if (role == ZL_ROLE_V) base += at * head_dim * bytes;
+  for (int64_t d = 0; d < head_dim; d += 16) {
+    const int64_t n = head_dim - d < 16 ? head_dim - d : 16;
+    v16f v = zl_load_n(x + d, n);
+    v16u16 h = zl_to_half(v);
+    if (role == ZL_ROLE_V) {
+      if (kv_dtype == ZL_KV_F16)
+        memcpy(base + d * 2, &h, (size_t)n * 2);
+      else
+        zl_store_n((float *)(void *)base + d, v, n);
+    } else {
+      const char *from = kv_dtype == ZL_KV_F16 ? (const char *)&h : (const char *)&v;
+      for (int64_t i = 0; i < n; i++)
+        memcpy(base + ((d + i) * block_size + at) * bytes, from + i * bytes, (size_t)bytes);
+    }
+  }
+}
+
+/* cache (read and written), x f32[T, kvh * hd], positions i32[T], seq_starts, block_table -> cache */
+ZL_KERNEL void zl_cache_write(const zl_task *t, int64_t rows, char *cache_in, const float *x,
+                              const int32_t *positions, const int32_t *seq_starts, const int32_t *block_table,
+                              char *cache, int64_t kv_num_heads, int64_t head_dim, int64_t block_size, int role,
+                              int kv_dtype) {
+  (void)cache_in; /* the same memory */
+  (void)seq_starts;
+  (void)block_table;
+  int64_t i, end;
+  zl_share(t, rows * kv_num_heads, &i, &end);
+  for (; i < end; i++) {
+    const int64_t row = i / kv_num_heads, head = i % kv_num_heads, p = positions[row];
+    zl_cache_put(x + i * head_dim, zl_kv_block(t, cache, t->token_seq[row], p / block_size), head, p % block_size,
+                 head_dim, block_size, role, kv_dtype);
+  }
+}
+
+/* What one query has seen: maximum, sum of e^(s - max), and the weighted sum of V. */
+typedef struct zl_seen {
+  float max[ZL_QUERIES], sum[ZL_QUERIES];
+  float *out; /* [ZL_QUERIES][head_dim padded to 16] */
+} zl_seen;
+
+/* The queries of a tile: token i / heads, head i % heads of the tile. */
+typedef struct zl_queries {
+  const float *q[ZL_QUERIES];  /* [hd] */
+  int64_t from[ZL_QUERIES];    /* first and last position it attends to */
+  int64_t last[ZL_QUERIES];
+  int64_t n, seq, kv_head;
+} zl_queries;
+
+typedef struct zl_attention_shape {
+  int64_t head_dim, block_size, window;
+  float scale, softcap;
+  int kv_dtype;
+} zl_attention_shape;
+
+/* s[v][i] = score of QB queries for 16 positions at kp[v]; kp[v] points at K[0][offset], rows block_size apart */
+ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, const float *const *q, const char *const *kp,
+                         int64_t vectors, float s[][ZL_CHUNK]) {
+  const int64_t step = a->block_size * zl_kv_bytes(a->kv_dtype);
+  for (int64_t v = 0; v < vectors; v += 2) {
+    v16f acc[2][4];
+    const int two = v + 1 < vectors;
+    const char *p0 = kp[v], *p1 = kp[two ? v + 1 : v];
+    ZL_UNROLL
+    for (int i = 0; i < QB; i++) acc[0][i] = acc[1][i] = zl_set(0.0f);
+    ZL_NO_UNROLL
+    for (int64_t d = 0; d < a->head_dim; d++) {
+      v16f k0 = zl_kv_load(p0 + d * step, a->kv_dtype), k1 = zl_kv_load(p1 + d * step, a->kv_dtype);
+      ZL_UNROLL
+      for (int i = 0; i < QB; i++) {
+        v16f x = zl_set(q[i][d]);
+        acc[0][i] = zl_fma(x, k0, acc[0][i]);
+        acc[1][i] = zl_fma(x, k1, acc[1][i]);
+      }
+    }
+    ZL_UNROLL
+    for (int i = 0; i < QB; i++) {
+      zl_store(s[i] + 16 * v, acc[0][i]);
+      if (two) zl_store(s[i] + 16 * v + 16, acc[1][i]);
+    }
+  }
+}
+
+/* scores of one query -> e^(s - max), masked positions 0; updates max and sum, returns the factor for what was
+ * accumulated before.  c0 is the chunk's first position. */
+ZL_KERNEL float zl_softmax_chunk(const zl_attention_shape *a, float *s, int64_t vectors, int64_t c0, int64_t from,
+                                 int64_t last, float *max, float *sum) {
+  const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int32_t lo = (int32_t)(from - c0 < 0 ? 0 : from - c0 > ZL_CHUNK ? ZL_CHUNK : from - c0);
+  const int32_t hi = (int32_t)(last - c0 > ZL_CHUNK ? ZL_CHUNK : last - c0 < -1 ? -1 : last - c0);
+  v16f m = zl_set(-__builtin_inff()), total = zl_set(0.0f);
+  for (int64_t v = 0; v < vectors; v++) {
+    v16f x = zl_load(s + 16 * v) * a->scale;
+    if (a->softcap > 0.0f) x = a->softcap * zl_tanh(x / a->softcap);
+    v16i at = lane + (int32_t)(16 * v);
+    x = zl_select((v16i)((at >= lo) & (at <= hi)), x, zl_set(-__builtin_inff()));
+    zl_store(s + 16 * v, x);
+    m = zl_max(m, x);
+  }
+  const float before = *max, now = zl_hmax(m);
+  const float top = now > before ? now : before;
+  const float base = top == -__builtin_inff() ? 0.0f : top; /* nothing to attend to yet */
+  for (int64_t v = 0; v < vectors; v++) {
+    v16f e = zl_exp(zl_load(s + 16 * v) - base);
+    zl_store(s + 16 * v, e);
+    total = total + e;
+  }
+  const float factor = zl_exp(zl_set(before - base))[0];
+  *max = top;
+  *sum = *sum * factor + zl_hsum(total);
+  return factor;
+}
+
+/* out[i] = factor[i] * out[i] + sum over positions of s[i][p] V[p]; vp[v] points at V[16 v] of the chunk */
+ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, float s[][ZL_CHUNK], const float *factor,
+                        const char *const *vp, int64_t positions, float *const *out) {
+  const int64_t bytes = zl_kv_bytes(a->kv_dtype), hd = a->head_dim;
+  for (int64_t d = 0; d < hd; d += 64) {
+    const int64_t left = (hd - d + 15) / 16, width = left < 4 ? left : 4;
+    v16f acc[4][4];
+    ZL_UNROLL
+    for (int i = 0; i < QB; i++) {
+      ZL_UNROLL
+      for (int w = 0; w < 4; w++)
+        acc[i][w] = w < width ? zl_load(out[i] + d + 16 * w) * factor[i] : zl_set(0.0f);
+    }
+    ZL_NO_UNROLL
+    for (int64_t p = 0; p < positions; p++) {
+      const char *row = vp[p / 16] + ((p % 16) * hd + d) * bytes;
+      v16f x[4];
+      ZL_UNROLL
+      for (int w = 0; w < 4; w++)
+        x[w] = w < width ? zl_kv_load_n(row + 16 * w * bytes, a->kv_dtype, hd - d - 16 * w) : zl_set(0.0f);
+      ZL_UNROLL
+      for (int i = 0; i < QB; i++) {
+        v16f e = zl_set(s[i][p]);
+        ZL_UNROLL
+        for (int w = 0; w < 4; w++) acc[i][w] = zl_fma(e, x[w], acc[i][w]);
+      }
+    }
+    ZL_UNROLL
+    for (int i = 0; i < QB; i++) {
+      ZL_UNROLL
+      for (int w = 0; w < 4; w++)
+        if (w < width) zl_store(out[i] + d + 16 * w, acc[i][w]);
+    }
+  }
+}
+
+/* QB queries from index i of the tile, one chunk; kp, vp as above; `positions` of the chunk exist */
+ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, const zl_queries *tile, int64_t i, int64_t c0,
+                        int64_t positions, const char *const *kp, const char *const *vp, zl_seen *seen) {
+  _Alignas(64) float s[4][ZL_CHUNK];
+  float factor[4];
+  float *out[4];
+  const int64_t vectors = (positions + 15) / 16, stride = (a->head_dim + 15) / 16 * 16;
+  zl_scores(a, QB, tile->q + i, kp, vectors, s);
+  for (int m = 0; m < QB; m++) {
+    factor[m] = zl_softmax_chunk(a, s[m], vectors, c0, tile->from[i + m], tile->last[i + m], &seen->max[i + m],
+                                 &seen->sum[i + m]);
+    out[m] = seen->out + (i + m) * stride;
+  }
+  zl_weigh(a, QB, s, factor, vp, positions, out);
+}
+
+/* all queries of the tile over positions [begin, end], within one span; `seen` starts empty */
+ZL_KERNEL void zl_span(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, char *k, char *v,
+                       int64_t begin, int64_t end, zl_seen *seen) {
+  const int64_t hd = a->head_dim, bs = a->block_size, bytes = zl_kv_bytes(a->kv_dtype);
+  const int64_t head = tile->kv_head * hd * bs * bytes;
+  for (int64_t c0 = begin / ZL_CHUNK * ZL_CHUNK; c0 <= end; c0 += ZL_CHUNK) {
+    const int64_t positions = end - c0 + 1 < ZL_CHUNK ? end - c0 + 1 : ZL_CHUNK;
+    const char *kp[ZL_CHUNK / 16], *vp[ZL_CHUNK / 16];
+    for (int64_t i = 0; i < (positions + 15) / 16; i++) {
+      const int64_t p = c0 + 16 * i;
+      kp[i] = zl_kv_block(t, k, tile->seq, p / bs) + head + p % bs * bytes;
+      vp[i] = zl_kv_block(t, v, tile->seq, p / bs) + head + p % bs * hd * bytes;
+    }
+    int64_t i = 0;
+    for (; i + 4 <= tile->n; i += 4) zl_chunk(a, 4, tile, i, c0, positions, kp, vp, seen);
+    for (; i + 2 <= tile->n; i += 2) zl_chunk(a, 2, tile, i, c0, positions, kp, vp, seen);
+    for (; i < tile->n; i++) zl_chunk(a, 1, tile, i, c0, positions, kp, vp, seen);
+  }
+}
+
+ZL_KERNEL void zl_seen_reset(zl_seen *s, int64_t n, int64_t stride) {
+  for (int64_t i = 0; i < n; i++) {
+    s->max[i] = -__builtin_inff();
+    s->sum[i] = 0.0f;
+  }
+  memset(s->out, 0, (size_t)(n * stride) * 4);
+}
+
+/* total = total merged with part, query by query */
+ZL_KERNEL void zl_seen_merge(zl_seen *total, const zl_seen *part, int64_t n, int64_t stride) {
+  for (int64_t i = 0; i < n; i++) {
+    const float top = part->max[i] > total->max[i] ? part->max[i] : total->max[i];
+    const float base = top == -__builtin_inff() ? 0.0f : top;
+    const v16f fa = zl_exp(zl_set(total->max[i] - base)), fb = zl_exp(zl_set(part->max[i] - base));
+    total->max[i] = top;
+    total->sum[i] = total->sum[i] * fa[0] + part->sum[i] * fb[0];
+    for (int64_t d = 0; d < stride; d += 16) {
+      float *o = total->out + i * stride + d;
+      zl_store(o, zl_load(o) * fa + zl_load(part->out + i * stride + d) * fb);
+    }
+  }
+}
+
+/* Attention of a tile; results, not yet divided by sum, in `total`. */
+ZL_KERNEL void zl_attend(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, char *k, char *v,
+                         zl_seen *total, zl_seen *part) {
+  const int64_t stride = (a->head_dim + 15) / 16 * 16;
+  int64_t from = tile->from[0], last = tile->last[0];
+  for (int64_t i = 1; i < tile->n; i++) {
+    if (tile->from[i] < from) from = tile->from[i];
+    if (tile->last[i] > last) last = tile->last[i];
+  }
+  zl_seen_reset(total, tile->n, stride);
+  for (int64_t span = from / ZL_SPAN * ZL_SPAN; span <= last; span += ZL_SPAN) {
+    const int64_t begin = span > from ? span : from;
+    const int64_t end = span + ZL_SPAN - 1 < last ? span + ZL_SPAN - 1 : last;
+    zl_seen_reset(part, tile->n, stride);
+    zl_span(t, a, tile, k, v, begin, end, part);
+    zl_seen_merge(total, part, tile->n, stride);
+  }
+}
+
+/* Fills the tile with tokens t0 .. t1 (one sequence) x heads h0 .. h0 + heads of one KV head. */
+ZL_KERNEL void zl_fill_tile(zl_queries *tile, const zl_task *t, const zl_attention_shape *a, const float *q,
+                            const int32_t *positions, int64_t t0, int64_t t1, int64_t h0, int64_t heads,
+                            int64_t num_heads) {
+  tile->n = 0;
+  tile->seq = t->token_seq[t0];
+  for (int64_t row = t0; row < t1; row++)
+    for (int64_t h = h0; h < h0 + heads; h++) {
+      const int64_t i = tile->n++, p = positions[row];
+      tile->q[i] = q + (row * num_heads + h) * a->head_dim;
+      tile->from[i] = a->window > 0 && p - a->window + 1 > 0 ? p - a->window + 1 : 0;
+      tile->last[i] = p;
+    }
+}
+
+/* One tile: attends, divides, writes floats (y) or the bundle (y NULL). */
+ZL_KERNEL void zl_attention_tile(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, int64_t t0,
+                                 int64_t h0, int64_t heads, int64_t num_heads, char *k, char *v, float *y, int8_t *q8,
+                                 float *scale, float *sums) {
+  const int64_t hd = a->head_dim, stride = (hd + 15) / 16 * 16;
+  _Alignas(64) float out[2][ZL_QUERIES * ZL_MAX_HEAD_DIM];
+  zl_seen total, part;
+  total.out = out[0];
+  part.out = out[1];
+  zl_attend(t, a, tile, k, v, &total, &part);
+  for (int64_t i = 0; i < tile->n; i++) {
+    const int64_t at = (t0 + i / heads) * num_heads + h0 + i % heads; /* (row, head) */
+    const float *o = total.out + i * stride;
+    const float by = total.sum[i];
+    if (y) {
+      for (int64_t d = 0; d < hd; d += 16) {
+        const int64_t n = hd - d < 16 ? hd - d : 16;
+        zl_store_n(y + at * hd + d, zl_load(o + d) / by, n);
+      }
+    } else {
+      for (int64_t d = 0; d < hd; d += 32)
+        zl_quantize32(zl_load(o + d) / by, zl_load(o + d + 16) / by, q8 + at * hd + d, scale + (at * hd + d) / 32,
+                      sums + (at * hd + d) / 16);
+    }
+  }
+}
+
+/* Splits (token tile, head run) items over the threads.  Few tokens: one query head per item, so that every
+ * thread has work; many: tiles of tokens that share K and V loads with all heads of the group. */
+ZL_KERNEL void zl_attention_all(const zl_task *t, int64_t rows, const float *q, char *k, char *v,
+                                const int32_t *positions, float *y, int8_t *q8, float *scale, float *sums,
+                                int64_t num_heads, int64_t kv_num_heads, zl_attention_shape a) {
+  const int64_t group = num_heads / kv_num_heads;
+  const int small = rows * kv_num_heads < 4 * (int64_t)t->n_threads;
+  int64_t heads = small ? 1 : group;
+  while (heads > ZL_QUERIES || group % heads) heads--;
+  const int64_t tokens = small ? 1 : ZL_QUERIES / heads, runs = num_heads / heads;
+  const int64_t tiles = (rows + tokens - 1) / tokens;
+  /* later tokens see longer contexts: deal tiles out in turn rather than in runs */
+  for (int64_t item = t->thread; item < tiles * runs; item += t->n_threads) {
+    const int64_t run = item % runs, h0 = run * heads;
+    int64_t t0 = item / runs * tokens;
+    const int64_t stop = t0 + tokens < rows ? t0 + tokens : rows;
+    while (t0 < stop) { /* a tile of tokens may span sequences */
+      int64_t t1 = t0 + 1;
+      while (t1 < stop && t->token_seq[t1] == t->token_seq[t0]) t1++;
+      zl_queries tile;
+      zl_fill_tile(&tile, t, &a, q, positions, t0, t1, h0, heads, num_heads);
+      tile.kv_head = h0 / group;
+      zl_attention_tile(t, &a, &tile, t0, h0, heads, num_heads, k, v, y, q8, scale, sums);
+      t0 = t1;
+    }
+  }
+}
+
+/* q f32[T, H*hd], k_cache, v_cache, positions i32[T], seq_starts, block_table -> y f32[T, H*hd] */
+ZL_KERNEL void zl_paged_attention(const zl_task *t, int64_t rows, const float *q, char *k_cache, char *v_cache,
+                                  const int32_t *positions, const int32_t *seq_starts, const int32_t *block_table,
+                                  float *y, int64_t num_heads, int64_t kv_num_heads, int64_t head_dim, double scale,
+                                  double softcap, int64_t window, int64_t block_size, int kv_dtype) {
+  (void)seq_starts;
+  (void)block_table;
+  zl_attention_shape a = {head_dim, block_size, window, (float)scale, (float)softcap, kv_dtype};
+  zl_attention_all(t, rows, q, k_cache, v_cache, positions, y, NULL, NULL, NULL, num_heads, kv_num_heads, a);
+}
+
+/* the same -> q i8[T, H*hd], scale f32[T, H*hd/32], sums f32[T, H*hd/16] */
+ZL_KERNEL void zl_paged_attention_quantize(const zl_task *t, int64_t rows, const float *q, char *k_cache,
+                                           char *v_cache, const int32_t *positions, const int32_t *seq_starts,
+                                           const int32_t *block_table, int8_t *q8, float *q8_scale, float *q8_sums,
+                                           int64_t num_heads, int64_t kv_num_heads, int64_t head_dim, double scale,
+                                           double softcap, int64_t window, int64_t block_size, int kv_dtype) {
+  (void)seq_starts;
+  (void)block_table;
+  zl_attention_shape a = {head_dim, block_size, window, (float)scale, (float)softcap, kv_dtype};
+  zl_attention_all(t, rows, q, k_cache, v_cache, positions, NULL, q8, q8_scale, q8_sums, num_heads, kv_num_heads, a);
+}
+
+#endif

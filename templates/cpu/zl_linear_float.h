@@ -1,0 +1,250 @@
+/* Matrix products with float32 or bfloat16 activations: the same five operators.
+ *
+ * In: zl_weights.h, zl_linear_int8.h (token tiles).  Out: zl_dot_float, the kernels.  Next file: zl_qkv.h.
+ *
+ * Weights of any format become float32 in registers, exactly; activations are float32, for the kind bf16 rounded to
+ * bfloat16 first; sums are float32, even and odd columns apart, so that two chains of multiply-adds overlap.
+ * The rounded and padded activations of a tile of tokens live in this thread's scratch: cpu_rows.scratch_bytes.
+ */
+#ifndef ZL_LINEAR_FLOAT_H
+#define ZL_LINEAR_FLOAT_H
+#include "zl_linear_int8.h"
+
+ZL_KERNEL int64_t zl_padded_k(int64_t K) { return (K + 31) / 32 * 32; }
+
+/* x f32[T, K], tokens first .. first + n -> scratch f32[n, padded K], rounded for bf16 */
+ZL_KERNEL const float *zl_prepare_float(const zl_task *t, const float *x, int64_t first, int64_t n, int64_t K,
+                                        int kind) {
+  float *to = (float *)t->scratch;
+  for (int64_t m = 0; m < n; m++)
+    for (int64_t k = 0; k < zl_padded_k(K); k += 16) {
+      int64_t left = K - k < 0 ? 0 : K - k < 16 ? K - k : 16;
+      v16f v = zl_load_n(x + (first + m) * K + (left ? k : 0), left);
+      zl_store(to + m * zl_padded_k(K) + k, kind == ZL_A_BF16 ? zl_round_bf16(v) : v);
+    }
+  return to;
+}
+
+/* even += w0 x0, odd += w1 x1 for two columns */
+ZL_KERNEL void zl_two_columns(int MT, v16f w0, v16f w1, const float *x, int64_t stride, v16f *even, v16f *odd) {
+  ZL_UNROLL
+  for (int m = 0; m < MT; m++) {
+    even[m] = zl_fma(w0, zl_set(x[m * stride]), even[m]);
+    odd[m] = zl_fma(w1, zl_set(x[m * stride + 1]), odd[m]);
+  }
+}
+
+/* Plain formats: w is a group of rows16; columns past K read as zero weights. */
+ZL_KERNEL void zl_dot_plain(int format, int MT, const float *x, int64_t K, const uint8_t *w, v16f *even, v16f *odd) {
+  const int64_t stride = zl_padded_k(K), step = zl_block_bytes(format);
+  ZL_NO_UNROLL
+  for (int64_t k = 0; k < K / 2; k++) {
+    const uint8_t *p = w + k * step;
+    v16f w0, w1;
+    if (format == ZL_FMT_F32) {
+      w0 = (v16f)zl_load_bytes(p);
+      w1 = (v16f)zl_load_bytes(p + 64);
+    } else if (format == ZL_FMT_F16) {
+      w0 = zl_load_half(p);
+      w1 = zl_load_half(p + 32);
+    } else {
+      v16u pair = (v16u)zl_load_bytes(p);
+      w0 = (v16f)(pair << 16);
+      w1 = (v16f)(pair & 0xffff0000u);
+    }
+    if (MT < 8 && (k & 1) == 0) __builtin_prefetch(p + ZL_PREFETCH_BYTES, 0, 3);
+    if (MT < 8 && (k & 1) == 0 && step == 128) __builtin_prefetch(p + ZL_PREFETCH_BYTES + 128, 0, 3);
+    if (MT < 8 && step == 128) __builtin_prefetch(p + ZL_PREFETCH_BYTES + 64, 0, 3);
+    zl_two_columns(MT, w0, w1, x + 2 * k, stride, even, odd);
+  }
+  if (K % 2) { /* the last column alone */
+    const uint8_t *p = w + K / 2 * step;
+    v16f w0 = format == ZL_FMT_F32   ? (v16f)zl_load_bytes(p)
+              : format == ZL_FMT_F16 ? zl_load_half(p)
+                                     : (v16f)((v16u)zl_load_bytes(p) << 16);
+    ZL_UNROLL
+    for (int m = 0; m < MT; m++) even[m] = zl_fma(w0, zl_set(x[m * stride + K - 1]), even[m]);
+  }
+}
+
+/* code byte i of each lane -> w = scale * code + min */
+ZL_KERNEL v16f zl_code_to_float(v64u8 code, int i, v16f scale, v16f min) {
+  v16u c = (v16u)code;
+  v16i byte = (v16i)(i == 3 ? c >> 24 : (c >> (8 * i)) & 255u);
+  return zl_fma(zl_to_float(byte), scale, min);
+}
+
+ZL_KERNEL void zl_dot_blocks(int format, int MT, const float *x, int64_t K, const uint8_t *w, v16f *even, v16f *odd) {
+  const int64_t stride = zl_padded_k(K);
+  ZL_NO_UNROLL
+  for (int64_t kb = 0; kb < K / 32; kb++) {
+    zl_block b;
+    zl_block_load(format, w, kb, &b);
+    if (MT < 8) {
+      const uint8_t *ahead = w + kb * zl_block_bytes(format) * 32 / zl_block_cols(format) + ZL_PREFETCH_BYTES;
+      ZL_UNROLL
+      for (int64_t i = 0; i < zl_block_bytes(format) * 32 / zl_block_cols(format); i += 64)
+        __builtin_prefetch(ahead + i, 0, 3);
+    }
+    ZL_UNROLL
+    for (int j = 0; j < 8; j++) {
+      const int h = zl_scale_cols(format) == 16 ? j / 4 : 0;
+      ZL_UNROLL
+      for (int i = 0; i < 4; i += 2)
+        zl_two_columns(MT, zl_code_to_float(b.code[j], i, b.scale[h], b.min[h]),
+                       zl_code_to_float(b.code[j], i + 1, b.scale[h], b.min[h]), x + kb * 32 + 4 * j + i, stride,
+                       even, odd);
+    }
+  }
+}
+
+/* acc[m] = 16 outputs of the group at w for row m of x f32[MT, padded K] */
+ZL_KERNEL void zl_dot_float(int format, int MT, const float *x, int64_t K, const uint8_t *w, v16f *acc) {
+  v16f even[8], odd[8];
+  ZL_UNROLL
+  for (int m = 0; m < MT; m++) even[m] = odd[m] = zl_set(0.0f);
+  if (zl_is_plain(format))
+    zl_dot_plain(format, MT, x, K, w, even, odd);
+  else
+    zl_dot_blocks(format, MT, x, K, w, even, odd);
+  ZL_UNROLL
+  for (int m = 0; m < MT; m++) acc[m] = even[m] + odd[m];
+}
+
+/* Tokens prepared at a time: their floats stay in L2 while the weights pass (cpu_rows.scratch_bytes agrees). */
+ZL_KERNEL int64_t zl_float_tokens(int64_t K) {
+  int64_t n = 65536 / zl_padded_k(K) / 8 * 8;
+  return n < 8 ? 8 : n > 64 ? 64 : n;
+}
+
+/* CALL(MT, first, x, g) for groups begin .. end and register tiles of all tokens; x is the tile's prepared rows.
+ * Every thread prepares all tokens and owns a share of the outputs, so weights are read once per token tile. */
+#define ZL_FLOAT_TILES(rows, x, K, kind, begin, end, CALL)                               \
+  for (int64_t zl_f = 0; zl_f < (rows); zl_f += zl_float_tokens(K)) {                    \
+    const int64_t zl_left = (rows) - zl_f;                                               \
+    const int64_t zl_n = zl_left < zl_float_tokens(K) ? zl_left : zl_float_tokens(K);    \
+    const float *zl_x = zl_prepare_float(t, x, zl_f, zl_n, K, kind);                     \
+    for (int64_t g = (begin); g < (end); g++) {                                          \
+      ZL_FLOAT_CALLS(zl_f, zl_n, zl_x, K, g, CALL)                                       \
+    }                                                                                    \
+  }
+#define ZL_FLOAT_CALL(MT, first, px, K, g, CALL) CALL(MT, (first) + zl_m, (px) + zl_m * zl_padded_k(K), g)
+#define ZL_FLOAT_CALLS(first, n, px, K, g, CALL)       \
+  for (int64_t zl_m = 0; zl_m < (n);) {                \
+    if ((n) - zl_m >= 8) {                             \
+      ZL_FLOAT_CALL(8, first, px, K, g, CALL);         \
+      zl_m += 8;                                       \
+    } else if ((n) - zl_m >= 4) {                      \
+      ZL_FLOAT_CALL(4, first, px, K, g, CALL);         \
+      zl_m += 4;                                       \
+    } else if ((n) - zl_m >= 2) {                      \
+      ZL_FLOAT_CALL(2, first, px, K, g, CALL);         \
+      zl_m += 2;                                       \
+    } else {                                           \
+      ZL_FLOAT_CALL(1, first, px, K, g, CALL);         \
+      zl_m += 1;                                       \
+    }                                                  \
+  }
+
+ZL_KERNEL void zl_linear_float_tile(int format, int MT, const float *x, int64_t first, int64_t g, const uint8_t *w,
+                                    const float *bias, const float *residual, float *out, int64_t N, int64_t K,
+                                    int act) {
+  v16f acc[8];
+  const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
+  zl_dot_float(format, MT, x, K, w + g * zl_group_bytes(format, K), acc);
+  v16f c = bias ? zl_load_n(bias + 16 * g, n) : zl_set(0.0f);
+  ZL_UNROLL
+  for (int m = 0; m < MT; m++) {
+    const int64_t at = (first + m) * N + 16 * g;
+    v16f y = zl_activate(act, bias ? acc[m] + c : acc[m]);
+    if (residual) y = zl_load_n(residual + at, n) + y;
+    zl_store_n(out + at, y, n);
+  }
+}
+
+ZL_KERNEL void zl_linear_float_all(const zl_task *t, int64_t rows, const float *x, const uint8_t *w,
+                                   const float *bias, const float *residual, float *out, int64_t N, int64_t K,
+                                   int act, int format, int kind) {
+  int64_t begin, end;
+  zl_share(t, (N + 15) / 16, &begin, &end);
+#define ZL_CALL(MT, first, px, g) \
+  zl_linear_float_tile(format, MT, px, first, g, w, bias, residual, out, N, K, act)
+  ZL_FLOAT_TILES(rows, x, K, kind, begin, end, ZL_CALL)
+#undef ZL_CALL
+}
+
+/* x f32[T,K], W rows16 [N,K], bias f32[N] or NULL -> out f32[T,N] */
+ZL_KERNEL void zl_linear_float(const zl_task *t, int64_t rows, const float *x, const uint8_t *w, const float *bias,
+                               float *out, int64_t N, int64_t K, int format, int kind) {
+  zl_linear_float_all(t, rows, x, w, bias, NULL, out, N, K, ZL_ACT_NONE, format, kind);
+}
+
+/* x, W, residual f32[T,N], bias? -> out f32[T,N] = residual + linear; out may be residual */
+ZL_KERNEL void zl_linear_add_float(const zl_task *t, int64_t rows, const float *x, const uint8_t *w,
+                                   const float *residual, const float *bias, float *out, int64_t N, int64_t K,
+                                   int format, int kind) {
+  zl_linear_float_all(t, rows, x, w, bias, residual, out, N, K, ZL_ACT_NONE, format, kind);
+}
+
+/* x, W, bias? -> out f32[T,N] = act(linear) */
+ZL_KERNEL void zl_act_linear_float(const zl_task *t, int64_t rows, const float *x, const uint8_t *w,
+                                   const float *bias, float *out, int64_t N, int64_t K, int activation, int format,
+                                   int kind) {
+  zl_linear_float_all(t, rows, x, w, bias, NULL, out, N, K, activation, format, kind);
+}
+
+ZL_KERNEL void zl_gated_float_tile(int format, int MT, const float *x, int64_t g, const uint8_t *gate,
+                                   const uint8_t *up, const float *bias_gate, const float *bias_up, int64_t N,
+                                   int64_t K, int act, v16f *h) {
+  v16f u[8];
+  const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16, at = g * zl_group_bytes(format, K);
+  zl_dot_float(format, MT, x, K, gate + at, h);
+  zl_dot_float(format, MT, x, K, up + at, u);
+  ZL_UNROLL
+  for (int m = 0; m < MT; m++) {
+    if (bias_gate) h[m] = h[m] + zl_load_n(bias_gate + 16 * g, n);
+    if (bias_up) u[m] = u[m] + zl_load_n(bias_up + 16 * g, n);
+    h[m] = zl_activate(act, h[m]) * u[m];
+  }
+}
+
+/* x, Wgate, Wup rows16 [N,K], bias_gate?, bias_up? -> out f32[T,N] = act(gate) * up */
+ZL_KERNEL void zl_gated_linear_float(const zl_task *t, int64_t rows, const float *x, const uint8_t *gate,
+                                     const uint8_t *up, const float *bias_gate, const float *bias_up, float *out,
+                                     int64_t N, int64_t K, int activation, int format, int kind) {
+  int64_t begin, end;
+  zl_share(t, (N + 15) / 16, &begin, &end);
+#define ZL_CALL(MT, first, px, g) \
+  do {                                                             \
+    v16f h[8];                                                                                        \
+    const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;                                              \
+    zl_gated_float_tile(format, MT, px, g, gate, up, bias_gate, bias_up, N, K, activation, h);        \
+    for (int m = 0; m < MT; m++) zl_store_n(out + ((first) + m) * N + 16 * g, h[m], n);               \
+  } while (0)
+  ZL_FLOAT_TILES(rows, x, K, kind, begin, end, ZL_CALL)
+#undef ZL_CALL
+}
+
+/* the same, N a multiple of 32 -> q i8[T,N], scale f32[T,N/32], sums f32[T,N/16] */
+ZL_KERNEL void zl_gated_linear_quantize_float(const zl_task *t, int64_t rows, const float *x, const uint8_t *gate,
+                                              const uint8_t *up, const float *bias_gate, const float *bias_up,
+                                              int8_t *out_q, float *out_scale, float *out_sums, int64_t N, int64_t K,
+                                              int activation, int format, int kind) {
+  int64_t begin, end;
+  zl_share(t, N / 32, &begin, &end);
+#define ZL_CALL(MT, first, px, g) \
+  do {                                                                        \
+    v16f h[2][8];                                                                                                \
+    for (int64_t s = 0; s < 2; s++)                                                                              \
+      zl_gated_float_tile(format, MT, px, 2 * g + s, gate, up, bias_gate, bias_up, N, K, activation, h[s]);       \
+    for (int m = 0; m < MT; m++) {                                                                               \
+      const int64_t row = (first) + m;                                                                           \
+      zl_quantize32(h[0][m], h[1][m], out_q + row * N + 32 * g, out_scale + row * (N / 32) + g,                   \
+                    out_sums + row * (N / 16) + 2 * g);                                                          \
+    }                                                                                                            \
+  } while (0)
+  ZL_FLOAT_TILES(rows, x, K, kind, begin, end, ZL_CALL)
+#undef ZL_CALL
+}
+
+#endif

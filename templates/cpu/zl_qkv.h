@@ -1,0 +1,170 @@
+/* QkvRopeCache: the three projections, biases, head norms, rotary embedding and the cache write in one call.
+ *
+ * In: zl_linear_int8.h, zl_linear_float.h, zl_norm.h, zl_rope.h, zl_attention.h.  Out: the kernels.  Next file:
+ * zl_attention.h.
+ *
+ * An item is a head (of q, k or v) for a tile of tokens: its outputs stay in a small array until they are turned
+ * and stored.  Where nothing but the rotation of pairs (i, i + hd/2) joins the outputs of a head, an item is 32
+ * outputs instead, which divides more evenly among threads.
+ */
+#ifndef ZL_QKV_H
+#define ZL_QKV_H
+#include "zl_attention.h"
+#include "zl_linear_float.h"
+#include "zl_linear_int8.h"
+#include "zl_norm.h"
+#include "zl_rope.h"
+
+typedef struct zl_qkv {
+  const uint8_t *w[3];     /* q, k, v: rows16 [heads*hd, K] */
+  const float *bias[3];    /* [heads*hd] or NULL */
+  const float *norm[2];    /* q, k: [hd] or NULL */
+  const float *cos_t, *sin_t; /* [T, rd/2] or NULL */
+  float *q;                /* [T, H*hd] */
+  char *k, *v;             /* caches */
+  const int32_t *positions;
+} zl_qkv;
+
+typedef struct zl_qkv_shape {
+  int64_t K, H, KVH, hd, rd, block_size;
+  int interleaved, kv_dtype;
+  double epsilon;
+} zl_qkv_shape;
+
+/* Finishes one head of one token: x[hd] without bias -> q or the cache.  role 0 q, 1 k, 2 v. */
+ZL_KERNEL void zl_qkv_finish(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int role, int64_t row,
+                             int64_t head, float *x) {
+  const int64_t hd = s->hd;
+  if (p->bias[role])
+    for (int64_t d = 0; d < hd; d += 16) zl_store(x + d, zl_load(x + d) + zl_load(p->bias[role] + head * hd + d));
+  if (role < 2) {
+    if (p->norm[role]) zl_head_norm_one(x, p->norm[role], x, hd, s->epsilon);
+    if (p->cos_t)
+      zl_rope_one(x, p->cos_t + row * (s->rd / 2), p->sin_t + row * (s->rd / 2), x, hd, s->rd, s->interleaved);
+  }
+  if (role == 0) {
+    memcpy(p->q + (row * s->H + head) * hd, x, (size_t)hd * 4);
+  } else {
+    const int64_t pos = p->positions[row];
+    char *block = zl_kv_block(t, role == 1 ? p->k : p->v, t->token_seq[row], pos / s->block_size);
+    zl_cache_put(x, block, head, pos % s->block_size, hd, s->block_size, role == 1 ? ZL_ROLE_K : ZL_ROLE_V,
+                 s->kv_dtype);
+  }
+}
+
+/* role and head of an item in q heads, k heads, v heads order */
+ZL_KERNEL int zl_qkv_role(const zl_qkv_shape *s, int64_t item, int64_t *head) {
+  *head = item < s->H ? item : (item - s->H) % s->KVH;
+  return item < s->H ? 0 : item < s->H + s->KVH ? 1 : 2;
+}
+
+/* Head `head` of `role` for tokens first .. first + MT. */
+ZL_KERNEL void zl_qkv_int8_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int format, int role, int MT,
+                                zl_bundle a, int64_t first, int64_t head) {
+  _Alignas(64) float x[8][ZL_MAX_HEAD_DIM];
+  for (int64_t g = 0; g < s->hd / 16; g++) {
+    v16f acc[8];
+    const int64_t group = head * s->hd / 16 + g;
+    zl_dot_int8(format, MT, a, first, s->K, p->w[role] + group * zl_group_bytes(format, s->K), acc);
+    ZL_UNROLL
+    for (int m = 0; m < MT; m++) zl_store(x[m] + 16 * g, acc[m]);
+  }
+  for (int m = 0; m < MT; m++) zl_qkv_finish(t, p, s, role, first + m, head, x[m]);
+}
+
+ZL_KERNEL void zl_qkv_int8_all(const zl_task *t, int64_t rows, const zl_qkv *p, const zl_qkv_shape *s, zl_bundle a,
+                               int format_q, int format_k, int format_v) {
+  if (rows <= 0) return;
+  const int64_t heads = s->H + 2 * s->KVH, tile = zl_tile_tokens(rows, s->K), tiles = (rows + tile - 1) / tile;
+  int64_t i, end;
+  zl_share(t, tiles * heads, &i, &end);
+  for (; i < end; i++) {
+    const int64_t t0 = i / heads * tile, t1 = t0 + tile < rows ? t0 + tile : rows;
+    int64_t head;
+    const int role = zl_qkv_role(s, i % heads, &head);
+    /* equal formats share one body: the role only chooses pointers */
+    if (format_q == format_k && format_k == format_v) {
+#define ZL_CALL(MT, first) zl_qkv_int8_tile(t, p, s, format_q, role, MT, a, first, head)
+      ZL_TOKEN_TILES(t0, t1, ZL_CALL)
+#undef ZL_CALL
+    } else if (role == 0) {
+#define ZL_CALL(MT, first) zl_qkv_int8_tile(t, p, s, format_q, 0, MT, a, first, head)
+      ZL_TOKEN_TILES(t0, t1, ZL_CALL)
+#undef ZL_CALL
+    } else if (role == 1) {
+#define ZL_CALL(MT, first) zl_qkv_int8_tile(t, p, s, format_k, 1, MT, a, first, head)
+      ZL_TOKEN_TILES(t0, t1, ZL_CALL)
+#undef ZL_CALL
+    } else {
+#define ZL_CALL(MT, first) zl_qkv_int8_tile(t, p, s, format_v, 2, MT, a, first, head)
+      ZL_TOKEN_TILES(t0, t1, ZL_CALL)
+#undef ZL_CALL
+    }
+  }
+}
+
+ZL_KERNEL void zl_qkv_float_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int format, int role,
+                                 int MT, const float *in, int64_t first, int64_t head) {
+  _Alignas(64) float x[8][ZL_MAX_HEAD_DIM];
+  for (int64_t g = 0; g < s->hd / 16; g++) {
+    v16f acc[8];
+    const int64_t group = head * s->hd / 16 + g;
+    zl_dot_float(format, MT, in, s->K, p->w[role] + group * zl_group_bytes(format, s->K), acc);
+    ZL_UNROLL
+    for (int m = 0; m < MT; m++) zl_store(x[m] + 16 * g, acc[m]);
+  }
+  for (int m = 0; m < MT; m++) zl_qkv_finish(t, p, s, role, first + m, head, x[m]);
+}
+
+ZL_KERNEL void zl_qkv_float_all(const zl_task *t, int64_t rows, const zl_qkv *p, const zl_qkv_shape *s,
+                                const float *in, int format_q, int format_k, int format_v, int kind) {
+  int64_t begin, end;
+  zl_share(t, s->H + 2 * s->KVH, &begin, &end);
+#define ZL_CALL(MT, first, px, g)                                                 \
+  do {                                                                            \
+    int64_t head;                                                                 \
+    const int role = zl_qkv_role(s, g, &head);                                    \
+    if (format_q == format_k && format_k == format_v)                             \
+      zl_qkv_float_tile(t, p, s, format_q, role, MT, px, first, head);            \
+    else if (role == 0)                                                           \
+      zl_qkv_float_tile(t, p, s, format_q, 0, MT, px, first, head);               \
+    else if (role == 1)                                                           \
+      zl_qkv_float_tile(t, p, s, format_k, 1, MT, px, first, head);               \
+    else                                                                          \
+      zl_qkv_float_tile(t, p, s, format_v, 2, MT, px, first, head);               \
+  } while (0)
+  ZL_FLOAT_TILES(rows, in, s->K, kind, begin, end, ZL_CALL)
+#undef ZL_CALL
+}
+
+/* A (q, scale, sums), Wq, Wk, Wv, bq?, bk?, bv?, qnorm?, knorm?, cos?, sin?, k_cache, v_cache, positions, seq_starts,
+ * block_table -> q f32[T, H*hd], k_cache, v_cache (the same memory as the inputs) */
+ZL_KERNEL void zl_qkv_rope_cache_int8(
+    const zl_task *t, int64_t rows, const int8_t *aq, const float *ascale, const float *asums, const uint8_t *wq,
+    const uint8_t *wk, const uint8_t *wv, const float *bq, const float *bk, const float *bv, const float *qnorm,
+    const float *knorm, const float *cos_t, const float *sin_t, char *k_in, char *v_in, const int32_t *positions,
+    const int32_t *seq_starts, const int32_t *block_table, float *q, char *k_cache, char *v_cache, int64_t K,
+    int64_t num_heads, int64_t kv_num_heads, int64_t head_dim, int64_t rotary_dim, int interleaved, double epsilon,
+    int64_t block_size, int kv_dtype, int format_q, int format_k, int format_v) {
+  (void)k_in, (void)v_in, (void)seq_starts, (void)block_table;
+  zl_bundle a = {aq, ascale, asums};
+  zl_qkv p = {{wq, wk, wv}, {bq, bk, bv}, {qnorm, knorm}, cos_t, sin_t, q, k_cache, v_cache, positions};
+  zl_qkv_shape s = {K, num_heads, kv_num_heads, head_dim, rotary_dim, block_size, interleaved, kv_dtype, epsilon};
+  zl_qkv_int8_all(t, rows, &p, &s, a, format_q, format_k, format_v);
+}
+
+/* the same with x f32[T, K] */
+ZL_KERNEL void zl_qkv_rope_cache_float(
+    const zl_task *t, int64_t rows, const float *x, const uint8_t *wq, const uint8_t *wk, const uint8_t *wv,
+    const float *bq, const float *bk, const float *bv, const float *qnorm, const float *knorm, const float *cos_t,
+    const float *sin_t, char *k_in, char *v_in, const int32_t *positions, const int32_t *seq_starts,
+    const int32_t *block_table, float *q, char *k_cache, char *v_cache, int64_t K, int64_t num_heads,
+    int64_t kv_num_heads, int64_t head_dim, int64_t rotary_dim, int interleaved, double epsilon, int64_t block_size,
+    int kv_dtype, int format_q, int format_k, int format_v, int kind) {
+  (void)k_in, (void)v_in, (void)seq_starts, (void)block_table;
+  zl_qkv p = {{wq, wk, wv}, {bq, bk, bv}, {qnorm, knorm}, cos_t, sin_t, q, k_cache, v_cache, positions};
+  zl_qkv_shape s = {K, num_heads, kv_num_heads, head_dim, rotary_dim, block_size, interleaved, kv_dtype, epsilon};
+  zl_qkv_float_all(t, rows, &p, &s, x, format_q, format_k, format_v, kind);
+}
+
+#endif
