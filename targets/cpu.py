@@ -227,7 +227,7 @@ def render(program: Program, target: Target) -> tuple[str, Injection]:
         plain = []
     note = injection_note(injection, shared, module, program)
     headers = dict.fromkeys(
-        (*_HEADERS, *(_BY_ID[c.row].header for c in entry.calls), *(["zl_sample.h"] if step else []))
+        (*_HEADERS, *(_BY_ID[c.row].header for c in entry.calls), *(["zl_sample.h", "zl_validate.h"] if step else []))
     )
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
@@ -254,6 +254,7 @@ def render(program: Program, target: Target) -> tuple[str, Injection]:
         persistent=program.fusion == "aggressive",
         inputs=list(entry.inputs),
         n_outputs=len(entry.outputs),
+        logits_operand=module.operand(entry.outputs[0]) if step else 0,
         plain_bounds=[program.bound(n) for n in plain],
         symbol_c={n: _symbol_c(n, plain) for n in module.symbols} if not step else {},
     )
@@ -286,7 +287,7 @@ def _defines(program: Program, module: _Module, shared: Injector) -> list[tuple[
         ("ZL_WORKSPACE_BYTES", "bytes of activations", program.workspace_bytes),
         ("ZL_LOGITS_OFFSET", "logits, when the caller passes no place", logits[0] if logits else 0),
         ("ZL_KV_BLOCK_BYTES", "bytes of one KV block, all layers", kv.block_bytes if kv else 0),
-        ("ZL_KV_BLOCK_SIZE", "positions in one KV block", kv.block_size if kv else 1),
+        ("ZL_KV_BLOCK_SIZE", "positions in one KV block", kv.block_size if kv else 0),
         ("ZL_MAX_TOKENS", "T", bounds.get("T", 1)),
         ("ZL_MAX_SEQS", "S", bounds.get("S", 1)),
         ("ZL_MAX_LOGIT_ROWS", "R", bounds.get("R", 1)),
