@@ -164,13 +164,27 @@ def compile_template(source: str, artifact_path: str) -> Any:
     return environment.from_string(source)
 
 
+def _vendored_jinja(artifact_path: str) -> None:
+    """Makes ``import jinja2.x`` find the vendored one, without running ``jinja2/__init__.py``: that
+    imports twice as much as a template needs.  Only inside a running artifact, where nobody else
+    uses Jinja2."""
+    from types import ModuleType
+
+    from .container import running_artifact_path
+
+    if "jinja2" in sys.modules or running_artifact_path() is None:
+        return
+    vendor = artifact_path + "/vendor"
+    sys.path.insert(0, vendor)
+    package = ModuleType("jinja2")
+    package.__path__ = [vendor + "/jinja2"]
+    sys.modules["jinja2"] = package
+
+
 def _environment(artifact_path: str) -> Any:
-    if "jinja2" not in sys.modules:
-        vendor = artifact_path + "/vendor"
-        if vendor not in sys.path:
-            sys.path.insert(0, vendor)
+    _vendored_jinja(artifact_path)
     try:
-        import jinja2
+        from jinja2 import exceptions, nodes
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as e:
@@ -188,10 +202,10 @@ def _environment(artifact_path: str) -> Any:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body).set_lineno(line)
+            return nodes.Scope(body).set_lineno(line)
 
     def raise_exception(message: str) -> None:
-        raise jinja2.exceptions.TemplateError(message)
+        raise exceptions.TemplateError(message)
 
     def strftime_now(form: str) -> str:
         from datetime import datetime
