@@ -26,7 +26,8 @@ def random_raw(name: str, rows: int, blocks: int, seed: int = 0) -> formats.U8:
 
 def reference(name: str, raw: formats.U8) -> formats.F32:
     with np.errstate(all="ignore"):
-        return np.asarray(gguf.dequantize(raw, gguf.GGMLQuantizationType[name]), np.float32)
+        values: formats.F32 = gguf.dequantize(raw, gguf.GGMLQuantizationType[name])
+    return values
 
 
 def same_bits(a: formats.F32, b: formats.F32) -> bool:
