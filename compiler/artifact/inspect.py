@@ -192,8 +192,37 @@ def memory(artifact: Artifact) -> dict[str, Any]:
 
 
 def roofline(artifact: Artifact) -> dict[str, Any]:
-    """The prediction that the compiler wrote down."""
-    return dict(_mapping(artifact.manifest, "roofline"))
+    """The prediction that the compiler wrote down: its total, the facts it used, and per kernel the
+    calls, flops, bytes, nanoseconds, share of the time and what binds most of it."""
+    data = dict(_mapping(artifact.manifest, "roofline"))
+    used = _mapping(data, "injected")
+    data["facts"] = [dict(f) for f in _rows(used, "facts")]
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for call in _rows(data, "calls"):
+        groups.setdefault(str(call.get("row")), []).append(call)
+    total = sum(_number(c, "ns") for c in _rows(data, "calls"))
+    data["kernels"] = sorted(
+        (_predicted(row, calls, total) for row, calls in groups.items()),
+        key=lambda r: (-r["ns"], r["kernel"]),
+    )
+    data.pop("injected", None)
+    return data
+
+
+def _predicted(row: str, calls: Sequence[Mapping[str, Any]], total: float) -> dict[str, Any]:
+    bound = Counter[str]()
+    for call in calls:
+        bound[str(call.get("bound"))] += int(_number(call, "ns") * 1000)
+    ns = sum(_number(c, "ns") for c in calls)
+    return {
+        "kernel": row,
+        "calls": len(calls),
+        "flops": sum(_count(c, "flops") for c in calls),
+        "bytes": sum(_count(c, "bytes") for c in calls),
+        "ns": round(ns, 1),
+        "share": round(ns / total, 4) if total else 0.0,
+        "bound": max(bound, key=lambda name: (bound[name], name)),
+    }
 
 
 def view(artifact: Artifact, name: str) -> Any:
@@ -240,3 +269,8 @@ def _rows(where: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 def _count(where: Mapping[str, Any], key: str) -> int:
     value = where.get(key)
     return value if isinstance(value, int) else 0
+
+
+def _number(where: Mapping[str, Any], key: str) -> float:
+    value = where.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -17,11 +17,10 @@ from zerolayer.runtime_stub.container import Artifact
 from . import inspect
 
 _BAR = 24  # columns of a full bar
-_TIMES = ("seconds", "time_s", "time_us", "time_ns", "predicted_us", "share")
 
 
 def render(artifact: Artifact, view: str = "") -> RenderableType:
-    """The view ``kernels``, ``injected``, ``memory``, ``roofline``, ``manifest``, or the summary."""
+    """The view ``kernels``, ``injected``, ``memory``, ``roofline``, ``manifest``, or a summary."""
     data = inspect.view(artifact, view)
     if view == "manifest":
         return Text(inspect.manifest_text(artifact))
@@ -50,7 +49,7 @@ def bar(value: float, largest: float) -> str:
     if not largest > 0 or not value >= 0:
         return ""
     eighths = int(min(value / largest, 1.0) * _BAR * 8 + 0.5)
-    return "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def _kernels(rows: Sequence[inspect.Row]) -> Table:
@@ -110,30 +109,20 @@ def _memory(data: Mapping[str, Any]) -> Group:
 
 
 def _roofline(data: Mapping[str, Any]) -> Group:
-    """Single values as pairs; lists of rows as tables with a bar for the time."""
-    parts: list[RenderableType] = [
-        _pairs({k: v for k, v in data.items() if not _is_table(v)}),
-    ]
-    for name, rows in data.items():
-        if _is_table(rows):
-            parts += [Text(str(name), style="bold"), _rows_table(rows)]
-    return Group(*parts)
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) for v in value)
-
-
-def _rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    time = next((c for c in _TIMES if c in columns), None)
-    numbers = [i for i, c in enumerate(columns) if isinstance(rows[0].get(c), int | float)]
-    table = _table((*columns, ""), right=numbers)
-    largest = max((float(r.get(time) or 0) for r in rows), default=0.0) if time else 0.0
-    for row in rows:
-        cells = [row.get(c) for c in columns]
-        _add(table, *cells, bar(float(row.get(time) or 0), largest) if time else "")
-    return table
+    single = {k: v for k, v in data.items() if not isinstance(v, list | dict)}
+    facts = _table(("fact", "value", "unit", "source"), right=(1,))
+    for f in data["facts"]:
+        _add(facts, f.get("name"), f.get("value"), f.get("unit"), f.get("source"))
+    table = _table(
+        ("kernel", "calls", "flops", "bytes", "us", "share", "bound by", ""), right=(1, 2, 3, 4, 5)
+    )
+    largest = max((r["ns"] for r in data["kernels"]), default=0.0)
+    for r in data["kernels"]:
+        _add(
+            table, r["kernel"], r["calls"], f"{r['flops']:,}", size(r["bytes"]),
+            f"{r['ns'] / 1000:.2f}", f"{r['share']:.1%}", r["bound"], bar(r["ns"], largest),
+        )  # fmt: skip
+    return Group(_pairs(single), facts, table)
 
 
 def _table(columns: Sequence[str], right: Iterable[int] = ()) -> Table:

@@ -51,7 +51,6 @@ class ManifestInputs:
     name: str
     program: Program
     target: Target
-    code: str
     memory: MemoryNeed
     sources: tuple[SourceFile, ...]
     tools: Mapping[str, str]
@@ -66,6 +65,7 @@ class ManifestInputs:
     vendor: Sequence[VendorPackage] = ()
     licenses: tuple[str, ...] = ()
     golden: bool = False
+    code: str = ""
     code_extra: Mapping[str, Any] | None = None
 
 

@@ -185,9 +185,10 @@ def write_artifact(
     """Writes the artifact ``out`` and returns its digest (64 hexadecimal digits).
 
     ``manifest`` must not have the keys ``format``, ``header``, ``files``, ``weights``, ``digest``:
-    they are added here.  ``finish``, called between weights and ZIP, returns a manifest (in place of
-    ``manifest``) and further members; what it raises ends the build.  ``progress`` is called with the bytes of weights done and in all.  An
-    existing ``out`` is replaced in one step, or left as it was when anything fails.
+    they are added here.  ``finish``, called between weights and ZIP, returns a manifest (in place
+    of ``manifest``) and further members; what it raises ends the build.  ``progress`` is called
+    with the bytes of weights done and in all.  An existing ``out`` is replaced in one step, or left
+    as it was when anything fails.
 
     Raises UsageError (arguments, folder), ResourceError (disk full), and what ``produce`` raises.
     """
@@ -204,6 +205,7 @@ def write_artifact(
             written = WrittenWeights(output.fd, HEADER_BYTES, region, tuple(output.hashes))
             manifest, more = finish(written)
             everything |= more
+            os.lseek(output.fd, HEADER_BYTES + region, os.SEEK_SET)  # wherever finish left it
         complete, digest = _complete_manifest(
             manifest or {}, everything, sections, output.hashes, header
         )
