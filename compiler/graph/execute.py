@@ -54,6 +54,28 @@ class _Weight:
         return _ort_value(array)
 
 
+class WeightCache:
+    """Decoded weights kept between executions of related graphs, up to ``limit`` bytes."""
+
+    def __init__(self, limit: int = 1 << 30) -> None:
+        self._left = limit
+        # The tensor itself is kept too: an id is only unique among living objects.
+        self._kept: dict[tuple[int, str], tuple[object, ort.OrtValue]] = {}
+
+    def load(self, weight: _Weight) -> ort.OrtValue:
+        tensor = weight.value.const_value
+        key = (id(tensor), weight.format)
+        found = self._kept.get(key)
+        if found is not None:
+            return found[1]
+        loaded = weight.load()
+        size = loaded.tensor_size_in_bytes()
+        if size <= self._left:
+            self._left -= size
+            self._kept[key] = (tensor, loaded)
+        return loaded
+
+
 def dequantize_tensor(array: Array, format: str) -> npt.NDArray[np.float32]:
     """A stored weight (raw bytes, or FLOAT / FLOAT16 / BFLOAT16 elements) as float32."""
     if format in weight_formats.FORMATS:
@@ -80,7 +102,7 @@ class _Part:
 
     proto: onnx.ModelProto
     weights: dict[str, _Weight]  # input name -> weight
-    inputs: list[str]  # the other inputs
+    inputs: dict[str, str]  # the other inputs: name in the model -> name in the whole graph
     outputs: list[str]
 
 
@@ -147,7 +169,8 @@ class _PartBuilder:
         for function in self.model.functions.values():
             if function.domain != domain.DOMAIN:
                 proto.functions.append(ir.serde.serialize_function(function))
-        return _Part(proto, self.weights, list(self.inputs), names)
+        inputs = {name: value.name or "" for name, value in self.inputs.items()}
+        return _Part(proto, self.weights, inputs, names)
 
     def _node(self, node: ir.Node) -> None:
         if self._is_folded_view(node):
@@ -238,10 +261,10 @@ def _run(
     weights: Mapping[str, ort.OrtValue],
     feeds: Feeds,
 ) -> dict[str, Array]:
-    missing = [name for name in part.inputs if name not in feeds]
+    missing = [name for name in part.inputs.values() if name not in feeds]
     if missing:
         raise InputFileError(f"no feed for the graph's input {', '.join(missing)}")
-    given = {name: _ort_value(np.asarray(feeds[name])) for name in part.inputs}
+    given = {name: _ort_value(np.asarray(feeds[at])) for name, at in part.inputs.items()}
     results = session.run_with_ort_values(part.outputs, {**given, **weights})
     return {n: r.numpy() for n, r in zip(part.outputs, results, strict=True)}
 
@@ -304,13 +327,8 @@ class Executable:
             wanted = [values[name] for name in outputs]
         self._part = _PartBuilder(model, frozenset(), fold_weights).build(wanted)
         self._session = _session(self._part.proto.SerializeToString())
-        loaded: dict[tuple[int, str], ort.OrtValue] = {}
-        self._weights: dict[str, ort.OrtValue] = {}
-        for name, w in self._part.weights.items():
-            key = (id(w.value), w.format)
-            if key not in loaded:
-                loaded[key] = w.load()
-            self._weights[name] = loaded[key]
+        cache = WeightCache(1 << 62)
+        self._weights = {name: cache.load(w) for name, w in self._part.weights.items()}
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
         """Outputs by name.  Feeds that the graph does not read are ignored."""
@@ -331,13 +349,34 @@ def run(
     return Executable(model, outputs, fold_weights=fold_weights).run(feeds)
 
 
+def _layer_names(layer: int | None, tap: str) -> Callable[[str], str]:
+    """Names without the layer's number, so that layers of one structure are one model."""
+    prefixes = {f"layers.{layer}.": "layers.N.", f"k_cache.{layer}": "k_cache.N",
+                f"v_cache.{layer}": "v_cache.N"}  # fmt: skip
+
+    def rename(name: str) -> str:
+        if name == tap:
+            return "residual"
+        for prefix, neutral in prefixes.items():
+            if name.startswith(prefix):
+                return neutral + name[len(prefix) :]
+        return name
+
+    return rename
+
+
 def run_layerwise(
-    model: ir.Model, feeds: Sequence[Feeds], *, fold_weights: bool = True
+    model: ir.Model,
+    feeds: Sequence[Feeds],
+    *,
+    fold_weights: bool = True,
+    cache: WeightCache | None = None,
 ) -> list[dict[str, Array]]:
     """Execute a decoder on several feeds at once, one layer in memory at a time.
 
     Per feed: every residual tap (``residual_taps(model)``) and every graph output by name.  Peak
-    memory is one layer's float32 weights (or the output projection's) plus the taps.
+    memory is one layer's float32 weights (or the output projection's) plus the taps, and what
+    ``cache`` keeps.
     """
     graph = model.graph
     taps = residual_taps(model)
@@ -358,22 +397,15 @@ def run_layerwise(
     stages.append((last, None))
     for step, (outputs, layer) in enumerate(stages):
         given = frozenset({values[taps[step - 1]]}) if step else frozenset()
-        renames = {taps[step - 1]: "residual"} if step else {}
-        prefix = f"layers.{layer}."
-
-        def rename(name: str, renames: dict[str, str] = renames, prefix: str = prefix) -> str:
-            name = renames.get(name, name)
-            return "layers.N." + name[len(prefix) :] if name.startswith(prefix) else name
-
+        rename = _layer_names(layer, taps[step - 1]) if step else _no_rename
         part = _PartBuilder(model, given, fold_weights, rename).build(outputs)
         key = part.proto.SerializeToString(deterministic=True)
         if key not in sessions:
             sessions[key] = _session(key)
-        weights = {name: w.load() for name, w in part.weights.items()}
+        load = cache.load if cache is not None else _Weight.load
+        weights = {name: load(w) for name, w in part.weights.items()}
         for feed, result in zip(feeds, results, strict=True):
-            inputs = dict(feed)
-            if step:
-                inputs["residual"] = result[taps[step - 1]]
+            inputs = {**feed, taps[step - 1]: result[taps[step - 1]]} if step else feed
             made = _run(sessions[key], part, weights, inputs)
             result.update(zip([v.name or "" for v in outputs], made.values(), strict=True))
     return results

@@ -14,7 +14,6 @@ from typing import Union
 
 import numpy as np
 import onnx_ir as ir
-import onnx_ir.passes.common as common_passes
 from zerolayer.compiler.graph import domain
 
 Attribute = Union[int, float, str]
@@ -197,8 +196,14 @@ def constant(model: ir.Model, values: Sequence[int]) -> ir.Value:
 
 
 def sweep(model: ir.Model) -> None:
-    """Remove nodes and initializers that nothing reads."""
-    common_passes.RemoveUnusedNodesPass()(model)
+    """Remove nodes and initializers that nothing reads (onnx_ir's pass walks every body as well)."""
+    graph = model.graph
+    for node in reversed(graph):
+        if not any(v.uses() or v.is_graph_output() for v in node.outputs):
+            graph.remove(node, safe=True)
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            del graph.initializers[name]
 
 
 def lazy_initializer(
