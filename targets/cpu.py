@@ -6,18 +6,19 @@ What the code generator has to know about these machines:
   block of weights costs less than fetching it; a prompt runs at the rate of the dot product
   instructions.  Without VNNI an int8 product takes three instructions, and the pair sums of
   ``vpmaddubsw`` saturate; with it, one.
-* Zen 4 executes a 512-bit instruction as two 256-bit halves: half the rate per instruction, the same
-  rate per byte, and no clock penalty.  Skylake lowers its clock under AVX-512, so its level is sized
-  with the AVX-512 clock.
+* Zen 4 executes a 512-bit instruction as two 256-bit halves: half the rate per instruction, the
+  same rate per byte, and no clock penalty.  Skylake lowers its clock under AVX-512, so its level is
+  sized with the AVX-512 clock.
 * AMX tiles belong to the process only after it asked the kernel; the loader asks during detection.
-* A level is a set of instructions, not a machine.  Nothing beyond the target's ``requires.features``
-  may appear in the code, so the compiler is given exactly these and no ``native``.
+* A level is a set of instructions, not a machine.  Nothing beyond the target's
+  ``requires.features`` may appear in the code, so the compiler is given exactly these and no
+  ``native``.
 * Code objects are linked against glibc 2.17 and need nothing but libc (libm, libpthread): any Linux
   distribution since 2014 loads them.
 
 In: a planned :class:`Program`.  Out: ``FAMILY``: rows, weight layouts, and :func:`build`, which
-renders ``templates/cpu/module.c.jinja`` around the kernel sources and compiles one shared object.  Next
-file: ``cpu_compile.py`` (the compiler and what is checked afterwards).
+renders ``templates/cpu/module.c.jinja`` around the kernel sources and compiles one shared object.
+Next file: ``cpu_compile.py`` (the compiler and what is checked afterwards).
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from typing import Any
 
 import jinja2
 import numpy as np
-
 from zerolayer import templates
 from zerolayer.runtime_stub.errors import UnsupportedError
 
@@ -97,7 +97,9 @@ class _Module:
         self.injection = injection
         self.by_name: dict[str, Buffer] = {b.name: b for b in program.buffers}
         self.instances: dict[tuple[object, ...], _Instance] = {}
-        self.operands: list[dict[str, object]] = [{"value": 0, "space": "ZL_NONE", "name": "absent"}]
+        self.operands: list[dict[str, object]] = [
+            {"value": 0, "space": "ZL_NONE", "name": "absent"}
+        ]
         self.operand_index: dict[str, int] = {}
         self.symbols: list[str] = []
         self.scratch = 0
@@ -151,9 +153,7 @@ class _Module:
         _kernel_facts(injector, row, constants)
         self.scratch = max(self.scratch, scratch_bytes(row, constants))
         operands = [f"p[{i}]" for i in range(len(call.inputs) + len(call.outputs))]
-        instance = _Instance(
-            f"k{len(self.instances)}", row.id, row.function, (*operands, *spelled)
-        )
+        instance = _Instance(f"k{len(self.instances)}", row.id, row.function, (*operands, *spelled))
         self.instances[key] = instance
         return instance
 
@@ -195,9 +195,7 @@ def _comment(text: str) -> str:
     return text.replace("*/", "* /").encode("ascii", "replace").decode().replace("\\", "/")[:120]
 
 
-def _kernel_facts(
-    injector: Injector, row: KernelRow, constants: Mapping[str, Constant]
-) -> None:
+def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Constant]) -> None:
     """The hardware facts that a kernel's code depends on, and what is derived from them."""
     injector.constant("instruction_set", row.id.rsplit(".", 1)[-1], "requires.features")
     injector.fact("register_bits")
@@ -221,13 +219,14 @@ def render(program: Program, target: Target) -> tuple[str, Injection]:
     module = _Module(program, entry, injection)
     shared = injection.kernel("module")
     calls, phases = module.calls(), module.phases()
-    if module.symbols and not step:
-        plain = [n for n, _ in program.bounds if "*" not in n]
-    else:
-        plain = []
+    plain = [n for n, _ in program.bounds if "*" not in n] if module.symbols and not step else []
     note = injection_note(injection, shared, module, program)
     headers = dict.fromkeys(
-        (*_HEADERS, *(_BY_ID[c.row].header for c in entry.calls), *(["zl_sample.h", "zl_validate.h"] if step else []))
+        (
+            *_HEADERS,
+            *(_BY_ID[c.row].header for c in entry.calls),
+            *(["zl_sample.h", "zl_validate.h"] if step else []),
+        )
     )
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
@@ -310,7 +309,7 @@ def _defines(program: Program, module: _Module, shared: Injector) -> list[tuple[
 
 def _c_string(text: str) -> str:
     return "".join(
-        c if c.isalnum() and c.isascii() or c in " ._-+" else f"\\{b:03o}"
+        c if (c.isalnum() and c.isascii()) or c in " ._-+" else f"\\{b:03o}"
         for c in text
         for b in ([0] if c.isascii() and (c.isalnum() or c in " ._-+") else c.encode("utf-8"))
     )
@@ -326,7 +325,8 @@ def _c_lines(data: bytes, width: int = 96) -> list[str]:
 
 
 def amalgamate(text: str) -> str:
-    """``text`` with every ``#include "zl_..."`` replaced by the source, once: one self-contained file."""
+    """``text`` with every ``#include "zl_..."`` replaced by the source, once: one self-contained
+    file."""
     done: set[str] = set()
 
     def expand(source: str) -> str:

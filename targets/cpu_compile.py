@@ -3,10 +3,10 @@
 In: one self-contained C source and a target.  Out: the bytes of a shared object.  Next file:
 ``roofline.py``.
 
-The compiler is clang in the ``ziglang`` wheel, which carries glibc 2.17's headers and stubs.  It sees
-the source in an empty folder under a fixed name and an environment of its own, so that the same
-source gives the same bytes on every machine.  The compile cache (the caller's) is keyed by source and
-flags; zig's own cache only holds its start-up objects and may live anywhere.
+The compiler is clang in the ``ziglang`` wheel, which carries glibc 2.17's headers and stubs.  It
+sees the source in an empty folder under a fixed name and an environment of its own, so that the
+same source gives the same bytes on every machine.  The compile cache (the caller's) is keyed by
+source and flags; zig's own cache only holds its start-up objects and may live anywhere.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ from .facts import Target
 
 GLIBC = "2.17"
 EXPORTS = ("zl_create", "zl_destroy", "zl_info", "zl_run", "zl_step")
-_ALLOWED_LIBRARIES = ("libc.so.6", "libm.so.6", "libpthread.so.0", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1")
+_ALLOWED_LIBRARIES = (
+    "libc.so.6",
+    "libm.so.6",
+    "libpthread.so.0",
+    "ld-linux-x86-64.so.2",
+    "ld-linux-aarch64.so.1",
+)
 _MACHINES = {"x86_64": EM_X86_64, "aarch64": EM_AARCH64}
 TIMEOUT_S = 600
 
 
 class BuildError(ZerolayerError):
-    """The compiler refused what zerolayer rendered, or made an object that no host may load: a fault of
+    """The compiler refused what was rendered, or made an object that no host may load: a fault of
     zerolayer or of the installed compiler, never of the model."""
 
     kind = "build"
@@ -72,7 +78,7 @@ def tool_versions() -> tuple[tuple[str, str], ...]:
 
 
 def compile_shared_object(source: str, target: Target, work_dir: Path | None = None) -> bytes:
-    """The shared object of ``source``, checked.  ``work_dir`` holds zig's caches (default: its own).
+    """The shared object of ``source``, checked.  ``work_dir`` holds zig's caches.
 
     Raises UnsupportedError when there is no compiler, BuildError when it fails.
     """
@@ -84,7 +90,8 @@ def compile_shared_object(source: str, target: Target, work_dir: Path | None = N
         place = Path(folder)
         (place / "module.c").write_text(source, "utf-8")
         command = [
-            sys.executable, "-I", "-m", "ziglang", "cc", *cpu_flag(target), "-o", "module.so", "module.c",
+            sys.executable, "-I", "-m", "ziglang", "cc", *cpu_flag(target),
+            "-o", "module.so", "module.c",
         ]  # fmt: skip
         try:
             done = subprocess.run(
@@ -103,7 +110,9 @@ def compile_shared_object(source: str, target: Target, work_dir: Path | None = N
         except OSError as e:
             raise BuildError(f"the C compiler cannot be run: {e}") from None
         if done.returncode != 0:
-            lines = [x for x in done.stderr.splitlines() if "error" in x] or done.stderr.splitlines()
+            lines = [
+                x for x in done.stderr.splitlines() if "error" in x
+            ] or done.stderr.splitlines()
             raise BuildError(
                 f"the C compiler failed: {' / '.join(lines[:3])}", where=f"target {target.name}"
             )
@@ -121,7 +130,7 @@ def _environment(work_dir: Path) -> dict[str, str]:
 
 
 def check_object(data: bytes, target: Target) -> SharedObject:
-    """Refuses an object that a host might not load: another machine, another library, a newer glibc,
+    """Refuses an object that a host might not load: another machine or library, a newer glibc,
     a missing or an extra symbol.  Returns what was read."""
     found = read_shared_object(data, f"{target.name}.so")
 

@@ -38,7 +38,8 @@ class Note:
 
 @dataclass(frozen=True)
 class SharedObject:
-    """``machine`` is the EM_ number; ``versions`` the symbol versions it wants, such as GLIBC_2.17."""
+    """``machine`` is the EM_ number; ``versions`` the symbol versions it wants, such as
+    GLIBC_2.17."""
 
     machine: int
     needed: tuple[str, ...]

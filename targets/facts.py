@@ -1,12 +1,13 @@
 """Targets: frozen records of hardware facts.
 
-In: ``hardware/<name>.yaml`` or a user's own file.  Out: :class:`Target`.  Next file: ``injection.py``
-(how a fact reaches a kernel).
+In: ``hardware/<name>.yaml`` or a user's own file.  Out: :class:`Target`.  Next file:
+``injection.py`` (how a fact reaches a kernel).
 
-Each number has a unit and a source.  ``extends:`` names another target (or a path beside this file):
-facts and defaults of the same name replace the parent's, ``requires.features`` are added to the
-parent's.  The merged record is checked as a whole, so that a child that changes a memory rate but not
-the bandwidth is refused.  A target is identified by architecture and limits; its name is a label.
+Each number has a unit and a source.  ``extends:`` names another target (or a path beside this
+file): facts and defaults of the same name replace the parent's, ``requires.features`` are added to
+the parent's.  The merged record is checked as a whole, so that a child that changes a memory rate
+but not the bandwidth is refused.  A target is identified by architecture and limits; its name is a
+label.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Fact:
 
 @dataclass(frozen=True)
 class Requires:
-    """What the loader checks on the host before it touches weights.  ``limits`` are minimal values of
-    facts, by name."""
+    """What the loader checks on the host before it touches weights.  ``limits`` are minimal values
+    of facts, by name."""
 
     arch: str
     os: str = "linux"
@@ -57,7 +58,7 @@ class Requires:
     sve_vector_bits: int = 0  # exact; 0 = no SVE
 
     def as_dict(self) -> dict[str, object]:
-        """The manifest's form, with the keys that ``runtime_stub/requires.py`` compares.  The file's
+        """The manifest's form, with the keys that ``runtime_stub/requires.py`` compares.  Files'
         sections are aligned for 64 KiB pages and CPU code objects are linked against glibc 2.17."""
         out: dict[str, object] = {"arch": self.arch, "system": self.os.capitalize()}
         if self.features:
@@ -186,7 +187,9 @@ def _read(path: Path, seen: tuple[Path, ...]) -> _Raw:
         raise _fail(file, root, "not a mapping of sections")
     for key, node in root.pairs:
         if key not in _SECTIONS:
-            raise _fail(file, node, f"unknown key {key!r}", f"known: {', '.join(sorted(_SECTIONS))}")
+            raise _fail(
+                file, node, f"unknown key {key!r}", f"known: {', '.join(sorted(_SECTIONS))}"
+            )
     raw = _Raw(file)
     extends = root.get("extends")
     if extends is not None:
@@ -269,7 +272,11 @@ def _merge_facts(raw: _Raw, root: Node, file: str) -> None:
         if _string(file, unit, f"unit of {name}") != kind.unit:
             raise _fail(file, unit, f"unit of {name} is {unit.scalar!r}, not {kind.unit!r}")
         raw.facts[name] = Fact(
-            name, number, kind.unit, _string(file, source, f"source of {name}"), f"{file}:{value.line}"
+            name,
+            number,
+            kind.unit,
+            _string(file, source, f"source of {name}"),
+            f"{file}:{value.line}",
         )
 
 
@@ -336,7 +343,9 @@ def _merge_defaults(raw: _Raw, root: Node, file: str) -> None:
         if isinstance(allowed[0], str):
             word = _string(file, value, name)
             if word not in allowed:
-                raise _fail(file, value, f"{name} is {word!r}, not one of {', '.join(map(str, allowed))}")
+                raise _fail(
+                    file, value, f"{name} is {word!r}, not one of {', '.join(map(str, allowed))}"
+                )
             raw.defaults[name] = word
         else:
             low, high = float(allowed[0]), float(allowed[1])
@@ -361,7 +370,9 @@ def _finish(raw: _Raw) -> Target:
             raise InputFileError(f"requires.limits names {name}, which facts lack", where=where)
     values = {n: f.value for n, f in raw.facts.items()}
     for name, what in inconsistencies(raw.family, values, frozenset(raw.features)):
-        raise InputFileError(what, where=raw.facts[name].where, next_step="one of the numbers is wrong")
+        raise InputFileError(
+            what, where=raw.facts[name].where, next_step="one of the numbers is wrong"
+        )
     limits = sorted({(n, raw.facts[n].value) for n, _ in raw.limits})
     return Target(
         name=raw.name,
@@ -369,7 +380,11 @@ def _finish(raw: _Raw) -> Target:
         description=raw.description,
         facts=tuple(raw.facts[n] for n in family.facts if n in raw.facts),
         requires=Requires(
-            raw.arch, raw.os, tuple(sorted(raw.features)), tuple(limits), int(values.get("sve_bits", 0))
+            raw.arch,
+            raw.os,
+            tuple(sorted(raw.features)),
+            tuple(limits),
+            int(values.get("sve_bits", 0)),
         ),
         defaults=tuple((n, raw.defaults[n]) for n in DEFAULTS),
         mcpu=raw.mcpu,
@@ -377,7 +392,7 @@ def _finish(raw: _Raw) -> Target:
 
 
 def candidates(arch: str, features: frozenset[str]) -> list[Target]:
-    """The named CPU targets whose requirements a host with ``arch`` and ``features`` meets, best first.
+    """The named CPU targets that a host with ``arch`` and ``features`` can run, best first.
 
     Best is by cost, not by feature count: int8 operations per core and nanosecond, which is what
     separates the instruction sets (memory bandwidth is the host's either way); ties go to the more
@@ -408,7 +423,7 @@ def resolve_host(
     found = candidates(arch, features)
     if not found:
         raise HardwareMismatchError(
-            f"no named target fits this host ({arch}: {', '.join(sorted(features)) or 'no features'})",
+            f"no named target fits this host ({arch}: {_words(features) or 'no features'})",
             next_step=f"name one with --target: {', '.join(list_targets())}",
         )
     return found[0]

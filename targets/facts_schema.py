@@ -1,7 +1,7 @@
 """What a target file may say: names, units, ranges and the physics between the numbers.
 
-In: nothing.  Out: the vocabulary of each family (:data:`FAMILIES`) and :func:`inconsistencies`.  Next
-file: ``facts.py``, which reads the files against it.
+In: nothing.  Out: the vocabulary of each family (:data:`FAMILIES`) and :func:`inconsistencies`.
+Next file: ``facts.py``, which reads the files against it.
 
 A range is the family's known range with room for the next generation, there to catch a slipped unit
 (MB for bytes, Gbit/s for GB/s), not to judge hardware.  All bandwidths are decimal GB/s and both
@@ -10,6 +10,7 @@ directions together; all sizes are bytes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -45,13 +46,60 @@ class Family:
 
 #: LLVM's names, as the loader's detection reports them
 X86_FEATURES = frozenset(
-    "sse3 ssse3 sse4.1 sse4.2 cx16 popcnt movbe lzcnt bmi bmi2 avx avx2 fma f16c avxvnni gfni "
-    "avx512f avx512bw avx512vl avx512dq avx512cd avx512vnni avx512bf16 avx512vbmi avx512vbmi2 "
-    "avx512ifma avx512bitalg avx512vpopcntdq avx512fp16 amx-tile amx-int8 amx-bf16 amx-fp16".split()
+    [
+        "sse3",
+        "ssse3",
+        "sse4.1",
+        "sse4.2",
+        "cx16",
+        "popcnt",
+        "movbe",
+        "lzcnt",
+        "bmi",
+        "bmi2",
+        "avx",
+        "avx2",
+        "fma",
+        "f16c",
+        "avxvnni",
+        "gfni",
+        "avx512f",
+        "avx512bw",
+        "avx512vl",
+        "avx512dq",
+        "avx512cd",
+        "avx512vnni",
+        "avx512bf16",
+        "avx512vbmi",
+        "avx512vbmi2",
+        "avx512ifma",
+        "avx512bitalg",
+        "avx512vpopcntdq",
+        "avx512fp16",
+        "amx-tile",
+        "amx-int8",
+        "amx-bf16",
+        "amx-fp16",
+    ]
 )
 ARM_FEATURES = frozenset(
-    "neon crc lse fullfp16 rdm jsconv complxnum rcpc dotprod fp16fml bf16 i8mm "
-    "sve sve2 sve2-bitperm".split()
+    [
+        "neon",
+        "crc",
+        "lse",
+        "fullfp16",
+        "rdm",
+        "jsconv",
+        "complxnum",
+        "rcpc",
+        "dotprod",
+        "fp16fml",
+        "bf16",
+        "i8mm",
+        "sve",
+        "sve2",
+        "sve2-bitperm",
+    ]
 )
 
 #: GB/s of one NVLink, both directions together, by generation.  Half of it is the one-direction
@@ -98,18 +146,17 @@ def _ascending(
 ) -> Callable[[Facts, frozenset[str]], Iterator[tuple[str, str]]]:
     def check(facts: Facts, _features: frozenset[str]) -> Iterator[tuple[str, str]]:
         present = [n for n in names if n in facts]
-        for small, large in zip(present, present[1:], strict=False):
+        for small, large in itertools.pairwise(present):
             if facts[small] >= facts[large]:
-                yield large, (
-                    f"{large} = {facts[large]:g} is not larger than {small} = {facts[small]:g}"
+                yield (
+                    large,
+                    (f"{large} = {facts[large]:g} is not larger than {small} = {facts[small]:g}"),
                 )
 
     return check
 
 
-def _at_most(
-    part: str, whole: str
-) -> Callable[[Facts, frozenset[str]], Iterator[tuple[str, str]]]:
+def _at_most(part: str, whole: str) -> Callable[[Facts, frozenset[str]], Iterator[tuple[str, str]]]:
     def check(facts: Facts, _features: frozenset[str]) -> Iterator[tuple[str, str]]:
         if part in facts and whole in facts and facts[part] > facts[whole]:
             yield part, f"{part} = {facts[part]:g} is larger than {whole} = {facts[whole]:g}"
@@ -127,8 +174,9 @@ def _cpu_vectors(facts: Facts, features: frozenset[str]) -> Iterator[tuple[str, 
         return
     expected = 512 if "avx512f" in features else 256 if "avx2" in features else 128
     if bits != expected:
-        yield "register_bits", (
-            f"register_bits is {bits:g}, but requires.features say {expected} bit registers"
+        yield (
+            "register_bits",
+            (f"register_bits is {bits:g}, but requires.features say {expected} bit registers"),
         )
 
 
@@ -142,15 +190,21 @@ def _cuda_nvlink(facts: Facts, _features: frozenset[str]) -> Iterator[tuple[str,
     generation, rate = facts.get("nvlink_generation"), facts.get("nvlink_gbps_per_link")
     known = NVLINK_GBPS_PER_LINK.get(int(generation)) if generation is not None else None
     if known is not None and rate is not None and rate != known:
-        yield "nvlink_gbps_per_link", (
-            f"nvlink_gbps_per_link is {rate:g}, but NVLink {generation:g} has {known} GB/s per link, "
-            "both directions together"
+        yield (
+            "nvlink_gbps_per_link",
+            (
+                f"nvlink_gbps_per_link is {rate:g}, but NVLink {generation:g} has {known} GB/s per "
+                "link, both directions together"
+            ),
         )
     given = [n for n in facts if n.startswith("nvlink_")]
     if given and len(given) != 4:
-        yield given[0], (
-            "NVLink needs nvlink_generation, nvlink_links, nvlink_gbps_per_link and "
-            f"nvlink_total_gbps together, not only {', '.join(sorted(given))}"
+        yield (
+            given[0],
+            (
+                "NVLink needs nvlink_generation, nvlink_links, nvlink_gbps_per_link and "
+                f"nvlink_total_gbps together, not only {', '.join(sorted(given))}"
+            ),
         )
 
 
@@ -242,7 +296,9 @@ _CUDA = Family(
         "nvlink_total_gbps": FactKind("GB/s", 40, 20000, whole=False, required=False),
         "driver_minimum": FactKind("version*10", 1000, 99999, required=False),
     },
-    archs=frozenset({"sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100a", "sm_103a", "sm_120a"}),
+    archs=frozenset(
+        {"sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100a", "sm_103a", "sm_120a"}
+    ),
     features=frozenset(),
     checks=(
         _product(

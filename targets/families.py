@@ -1,7 +1,7 @@
 """The target families: what each must offer, and where to find it.
 
-In: a family's name.  Out: :class:`Family`.  Next file: the family's own module, for example ``cpu.py``.
-A new family is a module and an entry here.
+In: a family's name.  Out: :class:`Family`.  Next file: the family's own module, for example
+``cpu.py``. A new family is a module and an entry here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Union
+from typing import Any, Protocol
 
 from zerolayer.runtime_stub.errors import UnsupportedError
 
@@ -19,13 +19,13 @@ from .kernels import KernelRow
 from .program import Program
 
 #: (parts of the key, function that builds) -> (bytes, whether they were there); compiler/cache.py
-Cache = Callable[[Mapping[str, Union[str, bytes]], Callable[[], bytes]], tuple[bytes, bool]]
+Cache = Callable[[Mapping[str, str | bytes], Callable[[], bytes]], tuple[bytes, bool]]
 
 
 @dataclass(frozen=True)
 class Binaries:
-    """What a family builds.  ``files`` are paths inside the artifact (``kernels/...``); ``entry`` is the
-    one the loader opens; ``kernels`` the injection records; ``tools`` names and versions used."""
+    """What a family builds.  ``files`` are paths in the artifact (``kernels/...``); ``entry``
+    is the one the loader opens; ``kernels`` the injection records; ``tools`` names and versions."""
 
     files: Mapping[str, bytes]
     entry: str
@@ -64,7 +64,8 @@ _MODULES = {"cpu": "cpu"}
 
 
 def family(name: str) -> Family:
-    """The family called ``name``.  Raises UnsupportedError for one that this version cannot build."""
+    """The family called ``name``.  Raises UnsupportedError for one that this version cannot
+    build."""
     module = _MODULES.get(name)
     if module is None:
         raise UnsupportedError(

@@ -1,7 +1,7 @@
 """Injection: how a hardware fact or a model constant reaches a kernel, and the record of it.
 
-In: a :class:`Target`.  Out: :class:`Injector`, one per kernel, and the record that the manifest lists
-and the binary carries.  Next file: ``roofline.py``.
+In: a :class:`Target`.  Out: :class:`Injector`, one per kernel, and the record that the manifest
+lists and the binary carries.  Next file: ``roofline.py``.
 
 Code generation sees a target only through an injector.  A derived constant is *computed* from its
 formula over names that were injected before, so the record cannot say one thing and the kernel
@@ -147,7 +147,7 @@ class Injection:
 
 
 def read_note(so_bytes: bytes, name: str = "shared object") -> dict[str, object]:
-    """The injection record in a shared object.  Raises IntegrityError when there is none or when the
+    """The injection record in a shared object.  Raises IntegrityError when there is none or the
     object or the record is damaged."""
     for note in read_shared_object(so_bytes, name).notes:
         if note.name == NOTE_NAME and note.type == NOTE_TYPE:

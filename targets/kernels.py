@@ -1,8 +1,8 @@
 """The kernel table and the one function that chooses from it.
 
-In: nothing.  Out: :class:`KernelRow`, :class:`KernelQuery`, :func:`select`.  Fusion, weight layout and lowering
-all ask :func:`select`, so no stage predicts what a later one will do.  Next file: a family's own table,
-for example ``cpu_rows.py``.
+In: nothing.  Out: :class:`KernelRow`, :class:`KernelQuery`, :func:`select`.  Fusion, weight layout
+and lowering all ask :func:`select`, so no stage predicts what a later one will do.  Next file: a
+family's own table, for example ``cpu_rows.py``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class KernelQuery:
-    """What a call needs: base operator, weight formats in input order, activation kind, constants."""
+    """What a call needs: base operator, weight formats in input order, activation kind,
+    constants."""
 
     op: str
     formats: tuple[str, ...] = ()
@@ -86,7 +87,11 @@ def select(
         if row.op == query.op:
             near.append(f"{row.id} ({why})")
     wanted = " ".join(x for x in (query.op, *query.formats, query.activations) if x)
-    nearest = "; nearest: " + "; ".join(near[:4]) if near else "; the target has no kernel for this operator"
+    nearest = (
+        "; nearest: " + "; ".join(near[:4])
+        if near
+        else "; the target has no kernel for this operator"
+    )
     raise UnsupportedError(
         f"no kernel for {wanted} on target {target}{nearest}",
         where=query.place,

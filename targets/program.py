@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Union
+from typing import TypeAlias
 
 #: A dimension is a number or a symbol bounded by ``Program.bounds``.  Symbols of a language model's
 #: step: T tokens, S sequences, R rows that want logits, B block-table columns.
-Dim = Union[int, str]
-Constant = Union[int, float, str]
+Dim: TypeAlias = "int | str"
+Constant: TypeAlias = "int | float | str"
 
 
 class BufferKind(str, Enum):
@@ -57,11 +57,11 @@ class KernelCall:
     """One kernel launch.
 
     ``op`` is the graph operator, ``row`` the id of the kernel-table row that implements it.
-    ``inputs`` / ``outputs`` are buffer names in the operator's order, ``None`` for an absent optional
-    input.  ``constants`` are what is baked in (attributes and static sizes), sorted by name.
-    ``rows`` is the symbol that the call iterates over (its leading dimension).  Calls with the same
-    ``phase`` are independent and need no barrier between them.  ``aliases`` lists (output, input)
-    pairs written in place.
+    ``inputs`` / ``outputs`` are buffer names in the operator's order, ``None`` for an absent
+    optional input.  ``constants`` are what is baked in (attributes and static sizes), sorted by
+    name. ``rows`` is the symbol that the call iterates over (its leading dimension).  Calls with
+    the same ``phase`` are independent and need no barrier between them.  ``aliases`` lists (output,
+    input) pairs written in place.
     """
 
     name: str

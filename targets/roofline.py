@@ -1,7 +1,7 @@
 """The predicted roofline: how long each kernel call must take on a target, and tokens per second.
 
-In: a planned :class:`Program` and the target's facts, through an injector.  Out: :class:`Prediction`.
-Next file: a family's rows, for example ``cpu_rows.py``.
+In: a planned :class:`Program` and the target's facts, through an injector.  Out:
+:class:`Prediction`.  Next file: a family's rows, for example ``cpu_rows.py``.
 
 A call takes the longer of its bytes at memory bandwidth and its operations at the peak rate of its
 operand type.  Weights are read once per call; activations of a step stay in cache unless they are
@@ -88,13 +88,19 @@ def _rates(injector: Injector, target: Target) -> _Rates:
             bf16 = f32 * float(ratio)
         int8 = float(injector.fact("peak_int8_gops")) * 1e9
         return _Rates(
-            bandwidth, {"int8": int8, "bf16": bf16, "f32": f32, "": f32}, float(injector.fact("l3_bytes"))
+            bandwidth,
+            {"int8": int8, "bf16": bf16, "f32": f32, "": f32},
+            float(injector.fact("l3_bytes")),
         )
     if target.family == "cuda":
         bf16 = float(injector.fact("dense_bf16_tflops")) * 1e12
-        int8 = float(injector.fact("dense_int8_tops")) * 1e12 if "dense_int8_tops" in names else bf16
+        int8 = (
+            float(injector.fact("dense_int8_tops")) * 1e12 if "dense_int8_tops" in names else bf16
+        )
         return _Rates(
-            bandwidth, {"int8": int8, "bf16": bf16, "f32": bf16, "": bf16}, float(injector.fact("l2_bytes"))
+            bandwidth,
+            {"int8": int8, "bf16": bf16, "f32": bf16, "": bf16},
+            float(injector.fact("l2_bytes")),
         )
     bf16 = float(injector.fact("tensor_bf16_tflops") * injector.fact("cores")) * 1e12
     rates = dict.fromkeys(("int8", "bf16", "f32", ""), bf16)
@@ -123,7 +129,7 @@ def predict(
     program: Program, target: Target, *, tokens: int = 1, context: int = 0, sequences: int = 1
 ) -> Prediction:
     """Time of one step of ``tokens`` tokens in ``sequences`` sequences whose tokens see ``context``
-    positions on average, one logit row per sequence.  A ``run`` entry is predicted at its bounds."""
+    positions on average, one logit row per sequence.  A ``run`` is predicted at its bounds."""
     injector = Injector(target, "roofline")
     rates = _rates(injector, target)
     entry: EntryPoint = program.entry_points[0]

@@ -1,11 +1,12 @@
 """Bounded reading of the YAML subset that target files use.
 
 In: the bytes of a ``.yaml`` file.  Out: plain mappings, sequences and scalars, each remembering the
-line it came from, so that every later complaint names ``file:line``.  Next file: ``facts_schema.py``.
+line it came from, so that every later complaint names ``file:line``.  Next file:
+``facts_schema.py``.
 
-The subset is one document of mappings, sequences and scalars.  Anchors, aliases, tags, merge keys and
-duplicate keys are refused: a target file is a record, and each of them can hide what it says.  The
-file is consumed as a stream of parser events, so a hostile nesting is refused before it costs
+The subset is one document of mappings, sequences and scalars.  Anchors, aliases, tags, merge keys
+and duplicate keys are refused: a target file is a record, and each of them can hide what it says.
+The file is consumed as a stream of parser events, so a hostile nesting is refused before it costs
 anything.
 """
 
@@ -14,17 +15,16 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Union
+from typing import TypeAlias
 
 import yaml
-
 from zerolayer.runtime_stub.errors import InputFileError
 
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 8
 MAX_NODES = 4096
 
-Scalar = Union[str, int, float, bool, None]
+Scalar: TypeAlias = "str | int | float | bool | None"
 
 _INT = re.compile(r"[-+]?[0-9]{1,18}\Z")
 _FLOAT = re.compile(r"[-+]?(?:[0-9]{1,30}\.[0-9]{0,30}|[0-9]{1,30})(?:[eE][-+]?[0-9]{1,3})?\Z")
@@ -67,7 +67,9 @@ def parse(data: bytes, file: str) -> Node:
     Raises InputFileError with ``file:line`` for anything outside the subset.
     """
     if len(data) > MAX_BYTES:
-        raise InputFileError(f"{len(data)} bytes, more than the {MAX_BYTES} of a target file", where=file)
+        raise InputFileError(
+            f"{len(data)} bytes, more than the {MAX_BYTES} of a target file", where=file
+        )
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as e:
@@ -76,7 +78,7 @@ def parse(data: bytes, file: str) -> Node:
         return _build(text, file)
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
-        where = f"{file}:{mark.line + 1}" if mark else file
+        where = f"{file}:{mark.line + 1}" if mark is not None else file
         raise InputFileError(f"not YAML: {e.problem or e.context}", where=where) from None
     except yaml.YAMLError as e:  # characters that YAML forbids
         raise InputFileError(f"not YAML: {e}", where=file) from None
@@ -87,7 +89,7 @@ def _build(text: str, file: str) -> Node:
     root: Node | None = None
     count = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        line = event.start_mark.line + 1
+        line = 1 if event.start_mark is None else event.start_mark.line + 1
         where = f"{file}:{line}"
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise InputFileError("anchors and aliases are not allowed", where=where)
@@ -95,8 +97,9 @@ def _build(text: str, file: str) -> Node:
             count += 1
             if count > MAX_NODES:
                 raise InputFileError(f"more than {MAX_NODES} values", where=where)
-            if getattr(event, "tag", None):
-                raise InputFileError(f"tags are not allowed ({event.tag})", where=where)
+            tag = getattr(event, "tag", None)
+            if tag:
+                raise InputFileError(f"tags are not allowed ({tag})", where=where)
         done: Node | None = None
         if isinstance(event, yaml.DocumentStartEvent):
             if root is not None:
@@ -141,12 +144,15 @@ def _key(text: str, parent: _Open, where: str) -> str:
         raise InputFileError("merge keys are not allowed; use extends", where=where)
     for name, earlier in parent.pairs:
         if name == text:
-            raise InputFileError(f"key {text!r} appears twice, first at line {earlier.line}", where=where)
+            raise InputFileError(
+                f"key {text!r} appears twice, first at line {earlier.line}", where=where
+            )
     return text
 
 
 def _scalar(text: str, where: str) -> Scalar:
-    """A plain scalar: YAML 1.2's integers, floats, booleans and null; everything else is a string."""
+    """A plain scalar: YAML 1.2's integers, floats, booleans and null; everything else is a
+    string."""
     if _INT.match(text):
         return int(text)
     if _FLOAT.match(text):

@@ -20,9 +20,15 @@ from zerolayer.targets.program import (
 
 
 def call(
-    name: str, inputs: list[str], outputs: list[str], phase: int, aliases: tuple[tuple[str, str], ...] = ()
+    name: str,
+    inputs: list[str],
+    outputs: list[str],
+    phase: int,
+    aliases: tuple[tuple[str, str], ...] = (),
 ) -> KernelCall:
-    return KernelCall(name, "Op", "row", tuple(inputs), tuple(outputs), (), 1, phase, aliases=aliases)
+    return KernelCall(
+        name, "Op", "row", tuple(inputs), tuple(outputs), (), 1, phase, aliases=aliases
+    )
 
 
 def activation(name: str, nbytes: int) -> Buffer:
@@ -33,7 +39,11 @@ def program(buffers: list[Buffer], calls: list[KernelCall], **changes: object) -
     entry = EntryPoint("step", ("x",), ("logits",), tuple(calls))
     base = Program(
         "m",
-        (Buffer("x", BufferKind.INPUT, "f32", (1,), 4), Buffer("logits", BufferKind.OUTPUT, "f32", (8,), 32), *buffers),
+        (
+            Buffer("x", BufferKind.INPUT, "f32", (1,), 4),
+            Buffer("logits", BufferKind.OUTPUT, "f32", (8,), 32),
+            *buffers,
+        ),
         (entry,),
         (),
         "balanced",
@@ -130,7 +140,9 @@ def test_an_alias_whose_input_is_read_later_is_refused() -> None:
 
 
 def test_weights_are_aligned_and_in_order() -> None:
-    weights = [Buffer(f"w{i}", BufferKind.WEIGHT, "u8", (n,), n) for i, n in enumerate([100, 64, 1])]
+    weights = [
+        Buffer(f"w{i}", BufferKind.WEIGHT, "u8", (n,), n) for i, n in enumerate([100, 64, 1])
+    ]
     p = plan(replace(chain(), buffers=(*weights, *chain().buffers)))
     assert [p.buffer(f"w{i}").offset for i in range(3)] == [0, 128, 192]
     assert p.weights_bytes == 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -34,8 +35,8 @@ facts:
   nvlink_gbps_per_link: {value: 50, unit: GB/s, source: NVIDIA}
   nvlink_total_gbps: {value: 900, unit: GB/s, source: NVIDIA}
 requires: {arch: sm_90a, limits: [sms, shared_memory_per_block]}
-defaults: {kv_block_size: 64, max_tokens: 2048, max_seqs: 256, max_logit_rows: 256, max_context: 8192,
-  dim_bound: 512, activations: bf16, kv_dtype: bf16, fusion: balanced}
+defaults: {kv_block_size: 64, max_tokens: 2048, max_seqs: 256, max_logit_rows: 256, max_context:
+8192, dim_bound: 512, activations: bf16, kv_dtype: bf16, fusion: balanced}
 """
 
 
@@ -75,7 +76,7 @@ def test_published_numbers() -> None:
 
 
 def test_levels_are_the_psabi_levels() -> None:
-    v3 = set("avx avx2 bmi bmi2 f16c fma lzcnt movbe".split())
+    v3 = {"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"}
     assert v3 <= facts.load_target("x86-64-v3").features
     v4 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
     assert facts.load_target("x86-64-v4").features - facts.load_target("x86-64-v3").features == v4
@@ -308,17 +309,16 @@ def test_plain_scalars() -> None:
     node = yaml_file.parse(text, "x.yaml")
     values = {k: n.scalar for k, n in node.pairs}
     assert values == {
-        "a": 12, "b": 1.5, "c": 2000.0, "d": "yes", "e": "1:30", "f": "12", "g": "0x10", "h": True, "i": None,
+        "a": 12, "b": 1.5, "c": 2000.0, "d": "yes", "e": "1:30", "f": "12", "g": "0x10", "h": True,
+        "i": None,
     }  # fmt: skip
     assert [n.line for _, n in node.pairs] == list(range(1, 10))
 
 
 @given(st.binary(max_size=400))
 def test_any_bytes_are_parsed_or_refused(data: bytes) -> None:
-    try:
+    with contextlib.suppress(InputFileError):
         yaml_file.parse(data, "x.yaml")
-    except InputFileError:
-        pass
 
 
 @given(st.data())

@@ -40,7 +40,8 @@ def test_a_derived_constant_is_computed_and_records_what_it_used(inj: injection.
 
 
 @pytest.mark.parametrize(
-    "formula", ["__import__('os')", "l2_bytes.real", "[1][0]", "l2_bytes ** 99", "(lambda: 1)()", "'a'"]
+    "formula",
+    ["__import__('os')", "l2_bytes.real", "[1][0]", "l2_bytes ** 99", "(lambda: 1)()", "'a'"],
 )
 def test_formulas_are_arithmetic_only(inj: injection.Injector, formula: str) -> None:
     with pytest.raises((ValueError, KeyError)):
@@ -75,21 +76,27 @@ def test_code_generation_reads_facts_only_through_an_injector(name: str) -> None
 
 
 def tiny_elf(notes: bytes, note_size: int | None = None) -> bytes:
-    """A shared object with a note section and a string table, made by hand from the ELF-64 layout."""
+    """A shared object with a note section and a string table, made by hand from the ELF-64
+    layout."""
     names = b"\0.note.zerolayer\0.shstrtab\0"
     note_at = 64
     names_at = note_at + len(notes)
     table_at = -(-(names_at + len(names)) // 8) * 8
-    header = b"\x7fELF\x02\x01\x01" + bytes(9) + struct.pack(
-        "<HHIQQQIHHHHHH", 3, 62, 1, 0, 0, table_at, 0, 64, 56, 0, 64, 3, 2
+    header = (
+        b"\x7fELF\x02\x01\x01"
+        + bytes(9)
+        + struct.pack("<HHIQQQIHHHHHH", 3, 62, 1, 0, 0, table_at, 0, 64, 56, 0, 64, 3, 2)
     )
 
     def section(name: int, kind: int, offset: int, size: int) -> bytes:
         return struct.pack("<IIQQQQIIQQ", name, kind, 0, 0, offset, size, 0, 0, 1, 0)
 
     body = (header + notes + names).ljust(table_at, b"\0")
-    return body + bytes(64) + section(1, 7, note_at, len(notes) if note_size is None else note_size) + (
-        section(17, 3, names_at, len(names))
+    return (
+        body
+        + bytes(64)
+        + section(1, 7, note_at, len(notes) if note_size is None else note_size)
+        + (section(17, 3, names_at, len(names)))
     )
 
 

@@ -1,6 +1,7 @@
 """Graph to program.
 
-In: the final graph.  Out: :func:`lower`, which makes a :class:`Program`.  Next file: ``constants.py``.
+In: the final graph.  Out: :func:`lower`, which makes a :class:`Program`.  Next file:
+``constants.py``.
 """
 
 from __future__ import annotations

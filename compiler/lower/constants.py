@@ -188,7 +188,9 @@ def _qkv(call: Call) -> dict[str, Constant]:
         rows = call.inputs[f"weight_{letter}"].shape[0]
         heads = call.attribute("num_heads" if letter == "q" else "kv_num_heads")
         if rows != heads * call.attribute("head_dim"):
-            raise UnsupportedError(f"{letter} weight has {rows} rows for {heads} heads", where=call.place)
+            raise UnsupportedError(
+                f"{letter} weight has {rows} rows for {heads} heads", where=call.place
+            )
     return out
 
 
@@ -217,7 +219,8 @@ _SIZES: Mapping[str, Sizes] = {
 
 
 def constants_of(call: Call) -> dict[str, Constant]:
-    """Everything a kernel row may ask for.  Raises UnsupportedError for shapes that no kernel takes."""
+    """Everything a kernel row may ask for.  Raises UnsupportedError for shapes that no kernel
+    takes."""
     sizes = _SIZES.get(call.op)
     out: dict[str, Constant] = dict(call.attributes)
     if sizes is not None:

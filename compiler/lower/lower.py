@@ -10,7 +10,8 @@ fails here with the operator's name and place.
 
 Shapes may hold symbols.  A step's are T, S, R and B; a ``run`` graph has its own, and where a row
 count is a product of several (``batch*seq``), the product is a symbol too, listed after the plain
-ones.  Index inputs (token ids, positions, tables) are 32-bit in the program whatever the graph says.
+ones.  Index inputs (token ids, positions, tables) are 32-bit in the program whatever the graph
+says.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
-
 from zerolayer.compiler.frontends.config import ModelConfig
 from zerolayer.compiler.graph import domain
 from zerolayer.compiler.graph.places import layer_of, residual_taps
@@ -94,9 +94,7 @@ class _Lowering:
         kv = options.kv_dtype or target.choice("kv_dtype")
         self.kv_dtype = "f32" if options.activations == "f32" and not options.kv_dtype else kv
         self.block_size = self._block_size()
-        self.dims = Dimensions(
-            self._step_bounds(), None if self.is_step else self._run_bound
-        )
+        self.dims = Dimensions(self._step_bounds(), None if self.is_step else self._run_bound)
         self.buffers: dict[str, Buffer] = {}  # inputs, activations, kv
         self.owner: dict[str, str] = {}  # view or updated cache -> the buffer it lives in
         self.phase_of: dict[str, int] = {}  # value name -> phase that makes it
@@ -167,7 +165,9 @@ class _Lowering:
             end += -(-nbytes // 64) * 64
         return KvLayout(self.block_size, end, self.kv_dtype) if end else None
 
-    def _weight(self, value: ir.Value, format: str | None, layout: str, place: str) -> Buffer | None:
+    def _weight(
+        self, value: ir.Value, format: str | None, layout: str, place: str
+    ) -> Buffer | None:
         """The WEIGHT buffer that an input reads, or None when it reads something else."""
         if format is not None:
             return self.weights.packed(value, format, layout, place)

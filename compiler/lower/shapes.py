@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable
 
 import onnx_ir as ir
-
 from zerolayer.runtime_stub.errors import UnsupportedError
 from zerolayer.targets.program import Dim
 
@@ -19,7 +18,8 @@ SLOTS = "slots"
 
 
 class Dimensions:
-    """``fixed`` bounds the symbols of a step; ``bound_of`` is asked for others, and None refuses them."""
+    """``fixed`` bounds the symbols of a step; ``bound_of`` is asked for others, and None refuses
+    them."""
 
     def __init__(self, fixed: dict[str, int], bound_of: Callable[[str], int] | None) -> None:
         self._bounds = dict(fixed)
@@ -47,7 +47,9 @@ class Dimensions:
             raise UnsupportedError(f"a dimension of {value.name} is not known", where=place)
         if name not in self._bounds and name != SLOTS:
             if self._bound_of is None:
-                raise UnsupportedError(f"{value.name} has the unknown dimension {name}", where=place)
+                raise UnsupportedError(
+                    f"{value.name} has the unknown dimension {name}", where=place
+                )
             self._bounds[name] = self._bound_of(name)
         return name
 

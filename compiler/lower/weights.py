@@ -4,8 +4,8 @@ In: initializers as kernels ask for them (a format and a layout).  Out: one WEIG
 distinct (initializer, layout), in order of first use.  Next file: ``lower.py``.
 
 A weight with a format goes to the kernel in the family's layout, at the bits of the file.  A vector
-that a kernel wants as plain float32 (norm weights, biases, tables) has layout ``decoded_f32``: it is
-decoded when the artifact is written.
+that a kernel wants as plain float32 (norm weights, biases, tables) has layout ``decoded_f32``: it
+is decoded when the artifact is written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable
 
 import onnx_ir as ir
-
 from zerolayer.compiler.graph.domain import weight_shape
 from zerolayer.runtime_stub.errors import UnsupportedError
 from zerolayer.targets.program import Buffer, BufferKind
@@ -35,7 +34,8 @@ def static_shape(value: ir.Value) -> tuple[int, ...]:
 
 
 class WeightBuffers:
-    """Collects the weights of a program.  ``packed_bytes`` is the family's (layout, format, N, K)."""
+    """Collects the weights of a program.  ``packed_bytes`` is the family's (layout, format, N,
+    K)."""
 
     def __init__(self, packed_bytes: Callable[[str, str, int, int], int]) -> None:
         self._packed_bytes = packed_bytes
@@ -48,13 +48,17 @@ class WeightBuffers:
 
     def logical_shape(self, value: ir.Value, format: str) -> tuple[int, ...]:
         """[N, K] of a stored weight of ``format``."""
-        return tuple(int(d) for d in weight_shape(format, static_shape(value)) if isinstance(d, int))
+        return tuple(
+            int(d) for d in weight_shape(format, static_shape(value)) if isinstance(d, int)
+        )
 
     def packed(self, value: ir.Value, format: str, layout: str, place: str) -> Buffer:
         """The matrix ``value`` of ``format`` in the family's ``layout``."""
         shape = self.logical_shape(value, format)
         if len(shape) != 2:
-            raise UnsupportedError(f"weight {value.name} has {len(shape)} dimensions, not 2", where=place)
+            raise UnsupportedError(
+                f"weight {value.name} has {len(shape)} dimensions, not 2", where=place
+            )
         return self._add(value, format, layout, shape, self._packed_bytes(layout, format, *shape))
 
     def decoded(self, value: ir.Value, format: str, place: str) -> Buffer:
@@ -62,9 +66,7 @@ class WeightBuffers:
         if not format:
             dtype = value.dtype
             if dtype not in _PLAIN:
-                raise UnsupportedError(
-                    f"{value.name} has type {dtype}, not a float", where=place
-                )
+                raise UnsupportedError(f"{value.name} has type {dtype}, not a float", where=place)
             format = _PLAIN[dtype]
         shape = self.logical_shape(value, format)
         return self._add(value, format, DECODED, shape, 4 * math.prod(shape))

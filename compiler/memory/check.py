@@ -1,7 +1,7 @@
 """The memory plan's verifier.  It shares no code with the planner and trusts nothing it computed.
 
-In: a planned :class:`Program`.  Out: nothing, or :class:`PlanError` naming two buffers, the phase and
-the bytes.  Next file: ``zerolayer/targets/cpu.py`` (code generation).
+In: a planned :class:`Program`.  Out: nothing, or :class:`PlanError` naming two buffers, the phase
+and the bytes.  Next file: ``zerolayer/targets/cpu.py`` (code generation).
 
 It replays the program phase by phase and keeps, for every byte range of the workspace, the buffer
 whose value is in it.  A read must find the value that was written; a write may not hit a range that
@@ -59,11 +59,7 @@ def check_plan(program: Program) -> None:
     if len(by_name) != len(program.buffers):
         raise PlanError("two buffers have one name")
     _check_region(
-        [
-            (b.name, b.offset, b.nbytes)
-            for b in program.buffers
-            if b.kind is BufferKind.WEIGHT
-        ],
+        [(b.name, b.offset, b.nbytes) for b in program.buffers if b.kind is BufferKind.WEIGHT],
         program.weights_bytes,
         "the weights region",
     )
@@ -138,9 +134,7 @@ def _check_entry(program: Program, entry: EntryPoint) -> None:
         _must_hold(memory, name, ranges, "the end of the entry point")
 
 
-def _must_hold(
-    memory: _Memory, name: str, ranges: dict[str, tuple[int, int]], reader: str
-) -> None:
+def _must_hold(memory: _Memory, name: str, ranges: dict[str, tuple[int, int]], reader: str) -> None:
     if not memory.holds(name, *ranges[name]):
         raise PlanError(
             f"{reader} reads {name} at {ranges[name][0]}, but {memory.at(ranges[name][0])} is there"
@@ -150,7 +144,7 @@ def _must_hold(
 def _check_races(
     calls: list[KernelCall], pending: list[str], ranges: dict[str, tuple[int, int]], phase: int
 ) -> None:
-    """Within a phase, a written range may be touched by nothing else, except the input that the same
+    """Within a phase, nothing else may touch a written range, except the input that the same
     call declares to overwrite in place."""
     touched: list[tuple[int, int, str, int, bool]] = []  # start, end, buffer, call, written
     for name in pending:
@@ -173,5 +167,7 @@ def _check_races(
             same_call = a[3] == t[3] and a[3] >= 0 and a[4] != t[4]
             if same_call and any(set(p) == pair for p in calls[a[3]].aliases) and a[:2] == t[:2]:
                 continue
-            raise PlanError(f"{a[2]} and {t[2]} overlap at byte {t[0]} while phase {phase} uses both")
+            raise PlanError(
+                f"{a[2]} and {t[2]} overlap at byte {t[0]} while phase {phase} uses both"
+            )
         active.append(t)

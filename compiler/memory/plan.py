@@ -5,9 +5,9 @@ In: a lowered :class:`Program`.  Out: the same program with offsets, ``workspace
 
 Calls of one phase run in any order or at once, so a buffer is live over whole phases: from the one
 that writes it first to the one that uses it last, both included.  A tap is copied out by the phase
-after the one that produced it.  Buffers tied by an in-place alias share one piece of memory, live for
-as long as any of them.  Pieces are placed largest first, each at the lowest offset that is free for
-its whole life.
+after the one that produced it.  Buffers tied by an in-place alias share one piece of memory, live
+for as long as any of them.  Pieces are placed largest first, each at the lowest offset that is free
+for its whole life.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Piece:
 
 
 def in_workspace(buffer: Buffer, entry: EntryPoint) -> bool:
-    """Whether a buffer needs workspace: activations, and the outputs of a ``step``, whose caller may
+    """Whether a buffer needs workspace: activations, and outputs of a ``step``, whose caller may
     pass no pointer."""
     if buffer.kind is BufferKind.ACTIVATION:
         return True
@@ -162,7 +162,8 @@ def memory_need(program: Program, sizes: tuple[int, ...] = MEMORY_SIZES) -> Memo
         return MemoryNeed(program.weights_bytes, program.workspace_bytes, 0, 0, ())
     longest = program.bound("B") * kv.block_size
     contexts = tuple(
-        (size, min(max(size - fixed, 0) // kv.block_bytes * kv.block_size, longest)) for size in sizes
+        (size, min(max(size - fixed, 0) // kv.block_bytes * kv.block_size, longest))
+        for size in sizes
     )
     return MemoryNeed(
         program.weights_bytes, program.workspace_bytes, kv.bytes_per_token, kv.block_bytes, contexts
