@@ -179,10 +179,10 @@ def _convert(config: Any, name: str, array: Array) -> Array:
     if kind in ("llama", "mistral") and ".k_proj." in name:
         return permute(array, config.num_key_value_heads)
     if kind.startswith("gemma") and name.endswith("norm.weight"):
-        return array + np.float32(1)
+        return np.asarray(array + np.float32(1))
     conv1d = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
     if kind == "gpt2" and name.endswith(conv1d):
-        return array.T
+        array = array.T
     return array
 
 
@@ -190,7 +190,8 @@ def permute(array: Array, heads: int) -> Array:
     """Rows of each head from two halves to interleaved pairs."""
     rest = array.shape[1:]
     split = array.reshape(heads, 2, array.shape[0] // heads // 2, *rest)
-    return split.swapaxes(1, 2).reshape(array.shape)
+    pairs: Array = split.swapaxes(1, 2).reshape(array.shape)
+    return pairs
 
 
 @dataclass(frozen=True)
