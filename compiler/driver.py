@@ -1,8 +1,8 @@
 """The pipeline: a model file in, one artifact out, every stage in the order of the design.
 
 In: a :class:`CompileRequest` and something to report progress to.  Out: the artifact on disk and a
-:class:`~zerolayer.compiler.report.CompileResult`.  Next file: ``frontends/__init__.py``, the first stage; the summary is in
-``report.py``.
+:class:`CompileResult`.  Next file: ``frontends/__init__.py``, the first stage; the summary that users
+see is in ``report.py``.
 
 Nothing here knows a format, a device or an operator: it calls the stages and hands on what they
 return.
@@ -41,9 +41,9 @@ from .memory.check import check_plan
 from .memory.plan import memory_need, plan
 from .numerics.verify import GateInputs, Verified, verify_weights
 from .pack import weight_entries
-from .passes import PassOptions, run_passes
+from .passes import PASSES, PassOptions, run_passes
 from .progress import Progress, Stage
-from .report import CompileResult, Warnings
+from .report import CompileResult, Predictions, Warnings
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class _Choices:
 def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
     """Compile ``request.model`` and write ``request.output``.
 
-    Raises a ZerolayerError for anything the user can act on; in that case an existing output file is
-    left as it was and no new one appears.
+    Raises a ZerolayerError for anything the user can act on; an existing output file is then left as
+    it was and no new one appears.
     """
     warnings = Warnings(request.strict)
     cache = CompileCache()
@@ -104,12 +104,11 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         model = load_model(request.model)
     choices = _choose(request, model)
     family = families.family(request.target.family)
-    with progress.stage("passes"):
-        graph = _passes(request, choices, model)
+    graph = _passes(request, choices, model, progress)
     with progress.stage("lower"):
         program = _program(request, choices, model, graph)
         need = memory_need(program)
-        predicted = roofline.predict(program, request.target)
+        predicted = _predictions(program, request.target)
     with progress.stage("kernels") as stage:
         binaries = family.build(
             program, request.target, cache=_noted(cache, stage), work_dir=cache.directory
@@ -127,7 +126,7 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         parameters=model.parameters,
         tokenizer=model.tokenizer,
         kernels=binaries.kernels,
-        roofline=predicted.as_dict(),
+        roofline=predicted.as_dict(calls=True),
         quantization=_quantization(program, graph, model),
         vendor=vendor.packages,
         licenses=tuple(name for name, _ in model.licenses),
@@ -149,6 +148,8 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         target=request.target,
     )
 
+    verified = Verified()
+
     def finish(written: WrittenWeights) -> tuple[dict[str, Any], dict[str, bytes]]:
         nonlocal verified
         with progress.stage("numerics", total=gate.units()) as stage:
@@ -163,7 +164,6 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         manifest["code"] = {"path": binaries.entry, **binaries.extra}
         return manifest, more
 
-    verified = Verified()
     with progress.stage("write", total=max(1, program.weights_bytes)) as stage:
         digest = write_artifact(
             request.output,
@@ -223,7 +223,9 @@ def _choose(request: CompileRequest, model: LoadedModel) -> _Choices:
     )
 
 
-def _passes(request: CompileRequest, choices: _Choices, model: LoadedModel) -> ir.Model:
+def _passes(
+    request: CompileRequest, choices: _Choices, model: LoadedModel, progress: Progress
+) -> ir.Model:
     target = request.target
     rows = families.family(target.family).rows
 
@@ -242,7 +244,13 @@ def _passes(request: CompileRequest, choices: _Choices, model: LoadedModel) -> i
         kv_dtype=choices.kv_dtype,
         supports=supports,
     )
-    return run_passes(model.graph, options, dump=request.dump, check=request.check_passes)
+    if request.check_passes:
+        from .passes.compare import check_passes
+
+        with progress.stage("check passes", total=len(PASSES)) as stage:
+            check_passes(model.graph, options, progress=lambda _name: stage.advance(1))
+    with progress.stage("passes"):
+        return run_passes(model.graph, options, dump=request.dump)
 
 
 def _program(
@@ -259,6 +267,13 @@ def _program(
     program = plan(lower(graph, model.config, request.target, options))
     check_plan(program)
     return program
+
+
+def _predictions(program: Program, target: Target) -> Predictions:
+    step = program.kv is not None
+    decode = roofline.predict(program, target)
+    prefill = roofline.predict(program, target, tokens=program.bound("T")) if step else None
+    return Predictions(decode, prefill)
 
 
 def _quantization(

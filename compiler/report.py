@@ -20,6 +20,21 @@ from .memory.plan import MemoryNeed
 from .numerics.verify import Verified
 
 
+@dataclass(frozen=True)
+class Predictions:
+    """The roofline of one decode step, and of a prefill step where the model has one."""
+
+    decode: Prediction
+    prefill: Prediction | None
+
+    def as_dict(self, calls: bool = False) -> dict[str, object]:
+        """The manifest's form: the decode step's figures, with ``prefill`` beside them."""
+        out = self.decode.as_dict(calls)
+        if self.prefill is not None:
+            out["prefill"] = self.prefill.as_dict()
+        return out
+
+
 class Warnings:
     """Collects what a build would only warn about; under ``--strict`` the first one ends it."""
 
@@ -49,7 +64,7 @@ class CompileResult:
     decisions: tuple[str, ...]
     program: Program
     need: MemoryNeed
-    predicted: Prediction
+    predicted: Predictions
     verified: Verified
     size: int
     code_bytes: int
@@ -71,11 +86,11 @@ class CompileResult:
             ),
             (
                 "kernels",
-                f"{calls} calls per step, fusion {options['fusion']}, code {self.code_bytes:,} bytes",
+                f"{calls} calls, fusion {options['fusion']}, code {self.code_bytes:,} bytes",
             ),
             ("memory", self._memory()),
         ]
-        rows += [(label, text) for label, text in self.predicted.summary()]
+        rows.append(("predicted", self._predicted()))
         rows.append(("numerics", self._numerics()))
         rows += [("setting", line) for line in self.decisions]
         rows += [("warning", line) for line in self.warnings]
@@ -92,6 +107,16 @@ class CompileResult:
             text += f" + {need.kv_bytes_per_token:,} bytes per token of context"
         return text
 
+    def _predicted(self) -> str:
+        decode, prefill = self.predicted.decode, self.predicted.prefill
+        where = f"on all of {self.target.name}, from its facts"
+        if prefill is None:
+            return f"at most {decode.tokens_per_second:,.0f} rows/s {where}"
+        return (
+            f"at most {decode.tokens_per_second:,.0f} tokens/s decode, "
+            f"{prefill.tokens_per_second:,.0f} tokens/s prefill {where}"
+        )
+
     def _numerics(self) -> str:
         report = self.verified.report or {}
         if self.verified.not_run:
@@ -100,8 +125,9 @@ class CompileResult:
             worst = max((o["relative_error"] for o in report.get("outputs", ())), default=0.0)
             return f"{report.get('status')}: largest relative error {worst:g}"
         return (
-            f"{report['status']}: top-1 {report['top1']:.1%} of {report['decisive_positions']} decisive "
-            f"positions, KL {report['kl']:g} nats, relative logit error {report['logit_error']:g}"
+            f"{report['status']}: top-1 {report['top1']:.1%} of {report['decisive_positions']} "
+            f"decisive positions, KL {report['kl']:g} nats, "
+            f"relative logit error {report['logit_error']:g}"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 In: the written weights region, the code object, the frontend's graph.  Out: :class:`Verified`, the
 report for the manifest and ``golden.json``.  Next file: ``gate.py``.
 
-The result is a function of the model file, the packed weights, the code object and this compiler, so
-it is kept in the compile cache under a key of exactly these; a different byte anywhere runs it again.
+The result is a function of the model file, the packed weights, the code object and this compiler,
+so it is kept in the compile cache under a key of exactly these; a different byte anywhere runs it
+again.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class GateInputs:
         """The prompts of a language model; none for other graphs."""
         if self.model.config is None:
             return []
-        context = min(
+        context: int = min(
             self.model.config.max_context,
             self.program.bound("B") * (self.program.kv.block_size if self.program.kv else 1),
         )
@@ -72,8 +73,8 @@ class GateInputs:
 
 @dataclass(frozen=True)
 class Verified:
-    """``report`` goes into the manifest; ``golden`` is ``golden.json`` or None; ``not_run`` says why
-    the gate did not run, empty when it did."""
+    """``report`` goes into the manifest; ``golden`` is ``golden.json`` or None; ``not_run`` says
+    why the gate did not run, empty when it did."""
 
     report: dict[str, Any] | None = None
     golden: bytes | None = None
