@@ -2,8 +2,7 @@
 
 In: the path of a ``.zla`` file.  Out: :class:`Artifact`, with the manifest, the members of the ZIP
 at the file's end and the mapped weights.  Next file: ``cli.py``.  The format on one page is in
-``artifacts/README.md``; the writer (``compiler/artifact/writer.py``) builds its records with the
-functions here, so the two cannot drift apart.
+``artifacts/README.md``, its constants are in ``layout.py``.
 
 Every field of every record has exactly one legal value, so one changed byte in the header, a ZIP
 record or the manifest is found when the file is opened.  Members are hashed when read, weights only
@@ -14,120 +13,43 @@ artifact of another format version.  ``IntegrityError`` (exit 6): its bytes were
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 import os
-import re
 import stat
-import struct
 import zlib
 from collections.abc import Callable
 from typing import Any, NoReturn, Optional
 
 from .errors import InputFileError, IntegrityError, ResourceError
-
-FORMAT_MAJOR = 1
-FORMAT_MINOR = 0
-#: the first release that reads FORMAT_MAJOR
-NEEDS_VERSION = "0.1"
-
-HEADER_BYTES = 65536
-SECTION_ALIGN = 65536  # the largest page size in use, so that a section can be mapped by itself
-TENSOR_ALIGN = 64  # a cache line, and one vector of every supported instruction set
-
-SHEBANG = b"#!/usr/bin/env python3\n"
-_MAGIC = re.compile(
-    rb"# zerolayer artifact, format (\d{1,4})\.(\d{1,4}), "
-    rb"needs zerolayer (\d{1,4}(?:\.\d{1,4}){0,2}) or later\n"
+from .layout import (
+    CENTRAL,
+    CENTRAL_FIELDS,
+    END,
+    END_BYTES,
+    END_FIELDS,
+    FORMAT_MAJOR,
+    HEADER_BYTES,
+    LOCAL,
+    LOCAL_FIELDS,
+    MAGIC,
+    MANIFEST,
+    MAX_FILE_BYTES,
+    MAX_MANIFEST_BYTES,
+    MAX_MEMBER_BYTES,
+    MAX_MEMBERS,
+    MAX_NAME_BYTES,
+    MAX_TENSORS,
+    MAX_ZIP_BYTES,
+    SECTION_ALIGN,
+    SHEBANG,
+    TENSOR_ALIGN,
+    align_up,
+    central_fields,
+    digest_of,
+    local_fields,
+    name_problem,
+    parse_json,
 )
-
-# Limits: each has its reason in artifacts/README.md and a test that breaks it.
-MAX_MEMBERS = 4096
-MAX_MEMBER_BYTES = 1 << 30
-MAX_ZIP_BYTES = (1 << 32) - (1 << 16)  # offsets in a plain ZIP are 32-bit
-MAX_MANIFEST_BYTES = 16 << 20
-MAX_JSON_DEPTH = 24
-MAX_TENSORS = 1 << 20
-MAX_NAME_BYTES = 200
-MAX_FILE_BYTES = 1 << 50
-
-MANIFEST = "manifest.json"
-_PART = r"(?!\.{1,2}(?:/|$))[A-Za-z0-9._+-]+"
-_NAME = re.compile(rf"{_PART}(?:/{_PART})*\Z")
-
-# -- ZIP records -----------------------------------------------------------------------------------
-
-_LOCAL = struct.Struct("<4s5H3I2H")
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
-_END = struct.Struct("<4s4H2IH")
-END_BYTES = _END.size
-_LOCAL_FIELDS = (
-    "signature", "version needed", "flags", "method", "time", "date", "CRC-32", "compressed size",
-    "size", "name length", "extra length",
-)  # fmt: skip
-_CENTRAL_FIELDS = (
-    "signature", "version made by", "version needed", "flags", "method", "time", "date", "CRC-32",
-    "compressed size", "size", "name length", "extra length", "comment length", "disk number",
-    "internal attributes", "external attributes", "local header offset",
-)  # fmt: skip
-_END_FIELDS = (
-    "signature", "disk number", "directory disk number", "entries on this disk", "entries",
-    "directory size", "directory offset", "comment length",
-)  # fmt: skip
-_DATE = 0x0021  # 1980-01-01, the first date a ZIP can hold
-_MADE_BY = 0x0314  # Unix, version 2.0
-_ATTRIBUTES = 0o100644 << 16
-
-
-def _local_fields(name: bytes, crc: int, size: int) -> tuple[Any, ...]:
-    return (b"PK\x03\x04", 20, 0, 0, 0, _DATE, crc, size, size, len(name), 0)
-
-
-def _central_fields(name: bytes, crc: int, size: int, offset: int) -> tuple[Any, ...]:
-    return (b"PK\x01\x02", _MADE_BY, 20, 0, 0, 0, _DATE, crc, size, size, len(name), 0, 0, 0, 0,
-            _ATTRIBUTES, offset)  # fmt: skip
-
-
-def local_record(name: str, crc: int, size: int) -> bytes:
-    """The bytes in front of a member's data."""
-    raw = name.encode("ascii")
-    return _LOCAL.pack(*_local_fields(raw, crc, size)) + raw
-
-
-def central_record(name: str, crc: int, size: int, offset: int) -> bytes:
-    """A member's entry in the central directory; ``offset`` counts from the start of the ZIP."""
-    raw = name.encode("ascii")
-    return _CENTRAL.pack(*_central_fields(raw, crc, size, offset)) + raw
-
-
-def end_record(count: int, directory_size: int, directory_offset: int) -> bytes:
-    """The last 22 bytes of the file."""
-    return _END.pack(b"PK\x05\x06", 0, 0, count, count, directory_size, directory_offset, 0)
-
-
-def magic_line() -> bytes:
-    """The second line of every artifact."""
-    return (
-        f"# zerolayer artifact, format {FORMAT_MAJOR}.{FORMAT_MINOR}, "
-        f"needs zerolayer {NEEDS_VERSION} or later\n"
-    ).encode("ascii")
-
-
-def name_problem(name: str) -> Optional[str]:
-    """Why ``name`` cannot be a member's name; None when it can."""
-    if len(name) > MAX_NAME_BYTES:
-        return f"is longer than {MAX_NAME_BYTES} bytes"
-    if not _NAME.match(name):
-        return "is not a relative path of letters, digits and . _ + - without '.' or '..' parts"
-    return None
-
-
-def align_up(value: int, alignment: int) -> int:
-    """The smallest multiple of ``alignment`` (a power of two) that is not below ``value``."""
-    return (value + alignment - 1) & -alignment
-
-
-# -- manifest --------------------------------------------------------------------------------------
 
 #: what a key holds when it is there; the loader checks what it needs of the rest
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -145,64 +67,6 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "golden": (str, type(None)),
     "tools": (dict,),
 }
-
-_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_NOT_BRACKETS = bytes(c for c in range(256) if c not in b"[]{}")
-
-
-def digest_of(raw: bytes, digest: str) -> Optional[str]:
-    """The digest that the manifest ``raw`` should carry: its SHA-256 with its own digest zeroed.
-
-    None when ``digest`` is not there exactly once.  The manifest holds the hash of every other byte
-    of the file, so this is the digest of everything.
-    """
-    token = b'"digest":"' + digest.encode("ascii", "replace") + b'"'
-    if raw.count(token) != 1:
-        return None
-    return hashlib.sha256(raw.replace(token, b'"digest":"' + b"0" * 64 + b'"')).hexdigest()
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {key[:60]!r} occurs twice in one object")
-            seen.add(key)
-    return found
-
-
-def _integer_literal(text: str) -> int:
-    if len(text) > 20:
-        raise ValueError(f"a number of {len(text)} digits")
-    return int(text)
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
-
-
-def parse_json(raw: bytes, limit: int = MAX_MANIFEST_BYTES) -> Any:
-    """JSON, bounded in size and depth, without duplicate keys, NaN or oversized numbers.
-
-    Raises ValueError saying what is wrong; never RecursionError.
-    """
-    if len(raw) > limit:
-        raise ValueError(f"{len(raw)} bytes of JSON, more than the limit of {limit}")
-    brackets = _STRINGS.sub(b"", raw).translate(None, _NOT_BRACKETS)
-    for _ in range(MAX_JSON_DEPTH):  # each round removes at least the innermost level
-        if not brackets:
-            break
-        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
-    if brackets:
-        raise ValueError(f"brackets that do not match or are nested deeper than {MAX_JSON_DEPTH}")
-    return json.loads(
-        raw.decode("utf-8"),
-        object_pairs_hook=_unique,
-        parse_int=_integer_literal,
-        parse_constant=_no_constant,
-    )
 
 
 # -- the open artifact -----------------------------------------------------------------------------
@@ -381,7 +245,7 @@ class Artifact:
     def _check_header(self) -> tuple[int, int]:
         """Checks the first lines; returns the format version (major, minor)."""
         head = self._read(0, min(self.size, 256), "the header")
-        match = _MAGIC.match(head, len(SHEBANG))
+        match = MAGIC.match(head, len(SHEBANG))
         if not head.startswith(SHEBANG) or match is None:
             raise InputFileError(
                 "not a zerolayer artifact (its first lines are not those of one)",
@@ -406,10 +270,10 @@ class Artifact:
     def _check_zip(self) -> int:
         """Checks the end record, the directory, every local header; returns the ZIP's start."""
         end_at = self.size - END_BYTES
-        end = _END.unpack(self._read(end_at, END_BYTES, "the ZIP end record"))
+        end = END.unpack(self._read(end_at, END_BYTES, "the ZIP end record"))
         count, directory_size, directory_offset = end[4], end[5], end[6]
         expected = (b"PK\x05\x06", 0, 0, count, count, directory_size, directory_offset, 0)
-        self._same(end, expected, _END_FIELDS, "ZIP end record")
+        self._same(end, expected, END_FIELDS, "ZIP end record")
         if not 1 <= count <= MAX_MEMBERS:
             self._damaged(f"ZIP end record: entries is {count}, not 1 to {MAX_MEMBERS}")
         zip_start: int = end_at - directory_size - directory_offset
@@ -420,7 +284,7 @@ class Artifact:
                 f"the ZIP starts at {zip_start}, not at a multiple of {SECTION_ALIGN}: bytes were "
                 "added or removed"
             )
-        if directory_size > count * (_CENTRAL.size + MAX_NAME_BYTES):
+        if directory_size > count * (CENTRAL.size + MAX_NAME_BYTES):
             self._damaged("ZIP end record: directory size is more than its entries can take")
         directory = self._read(zip_start + directory_offset, directory_size, "the ZIP directory")
         self._check_directory(directory, count, zip_start, directory_offset)
@@ -432,33 +296,33 @@ class Artifact:
         previous = ""
         for index in range(count):
             place = f"ZIP directory entry {index}"
-            if at + _CENTRAL.size > len(directory):
+            if at + CENTRAL.size > len(directory):
                 self._damaged(f"{place}: the directory ends inside it")
-            fields = _CENTRAL.unpack_from(directory, at)
+            fields = CENTRAL.unpack_from(directory, at)
             crc, size, name_bytes = fields[7], fields[9], fields[10]
-            raw = directory[at + _CENTRAL.size : at + _CENTRAL.size + name_bytes]
+            raw = directory[at + CENTRAL.size : at + CENTRAL.size + name_bytes]
             name = raw.decode("ascii", "replace")
-            expected = _central_fields(raw, crc, size, offset)
-            self._same(fields, expected, _CENTRAL_FIELDS, f"{place} ({name[:80]!r})")
+            expected = central_fields(raw, crc, size, offset)
+            self._same(fields, expected, CENTRAL_FIELDS, f"{place} ({name[:80]!r})")
             problem = name_problem(name)
             if problem:
                 self._damaged(f"{place}: the name {name[:80]!r} {problem}")
             if name <= previous:
                 self._damaged(f"{place}: {name!r} is a duplicate or not in sorted order")
-            data_at = offset + _LOCAL.size + name_bytes
+            data_at = offset + LOCAL.size + name_bytes
             if size > MAX_MEMBER_BYTES or data_at + size > end:
                 self._damaged(f"{place} ({name}): its {size} bytes reach beyond the members")
-            local = self._read(zip_start + offset, _LOCAL.size + name_bytes, f"{name}'s header")
+            local = self._read(zip_start + offset, LOCAL.size + name_bytes, f"{name}'s header")
             local_place = f"ZIP local header of {name}"
             self._same(
-                _LOCAL.unpack_from(local), _local_fields(raw, crc, size), _LOCAL_FIELDS, local_place
+                LOCAL.unpack_from(local), local_fields(raw, crc, size), LOCAL_FIELDS, local_place
             )
-            if local[_LOCAL.size :] != raw:
+            if local[LOCAL.size :] != raw:
                 self._damaged(f"{local_place}: its name differs from the directory's")
             self._members[name] = (zip_start + data_at, size, crc)
             previous = name
             offset = data_at + size
-            at += _CENTRAL.size + name_bytes
+            at += CENTRAL.size + name_bytes
         if at != len(directory):
             self._damaged(f"the ZIP directory has {len(directory) - at} bytes after its last entry")
         if offset != end:

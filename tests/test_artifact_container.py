@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zerolayer.runtime_stub import container
-from zerolayer.runtime_stub.container import HEADER_BYTES, open_artifact
+from zerolayer.runtime_stub import container, layout
+from zerolayer.runtime_stub.container import open_artifact
 from zerolayer.runtime_stub.errors import InputFileError, IntegrityError, ZerolayerError
+from zerolayer.runtime_stub.layout import HEADER_BYTES
 
 ARTIFACTS = Path(__file__).parent.parent / "artifacts"
 
@@ -295,6 +296,7 @@ def test_runs_at_any_size(gib: int, tmp_path: Path) -> None:
         "__main__.py": main.encode(),
         "stub/__init__.py": b"",
         "stub/container.py": (stub / "container.py").read_bytes(),
+        "stub/layout.py": (stub / "layout.py").read_bytes(),
         "stub/errors.py": (stub / "errors.py").read_bytes(),
     }
 
@@ -323,14 +325,14 @@ def test_names() -> None:
     good = ["a", "a/b.c", "__main__.py", "licenses/x+y-1.0/LICENSE", "...", ".hidden", "a..b/c"]
     bad = ["", "/a", "a/", "a//b", ".", "..", "../a", "a/..", "a/./b", "a\\b", "a b", "a\0", "ä",
            "a\n", "C:a", "a" * 201]  # fmt: skip
-    assert [n for n in good if container.name_problem(n)] == []
-    assert [n for n in bad if not container.name_problem(n)] == []
+    assert [n for n in good if layout.name_problem(n)] == []
+    assert [n for n in bad if not layout.name_problem(n)] == []
 
 
 @given(st.binary(max_size=60))
 def test_json_reader_raises_only_value_errors(raw: bytes) -> None:
     try:
-        value = container.parse_json(raw)
+        value = layout.parse_json(raw)
     except ValueError:
         return
     assert value == json.loads(raw)
@@ -340,7 +342,7 @@ def test_json_reader_raises_only_value_errors(raw: bytes) -> None:
 def test_json_reader_agrees_with_the_standard_library(value: object) -> None:
     raw = json.dumps(value).encode()
     try:
-        assert container.parse_json(raw) == value
+        assert layout.parse_json(raw) == value
     except ValueError as e:  # the documented limits only
         assert "digits" in str(e)
 

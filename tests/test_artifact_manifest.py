@@ -29,8 +29,9 @@ from zerolayer.compiler.artifact.vendor import collect_vendor, strip_elf
 from zerolayer.compiler.artifact.writer import WeightEntry, write_artifact
 from zerolayer.compiler.frontends.config import Layer, ModelConfig, SourceFile, TokenizerAssets
 from zerolayer.compiler.memory.plan import MemoryNeed
-from zerolayer.runtime_stub.container import HEADER_BYTES, open_artifact
+from zerolayer.runtime_stub.container import open_artifact
 from zerolayer.runtime_stub.errors import InputFileError, IntegrityError, UnsupportedError
+from zerolayer.runtime_stub.layout import HEADER_BYTES
 from zerolayer.targets.facts import load_target
 from zerolayer.targets.program import Buffer, BufferKind, EntryPoint, KernelCall, KvLayout, Program
 

@@ -21,8 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerolayer.compiler.artifact import writer
 from zerolayer.compiler.artifact.writer import WeightEntry, write_artifact
-from zerolayer.runtime_stub.container import HEADER_BYTES, open_artifact
+from zerolayer.runtime_stub.container import open_artifact
 from zerolayer.runtime_stub.errors import IntegrityError, ResourceError, UsageError
+from zerolayer.runtime_stub.layout import HEADER_BYTES
 
 MAIN = b"import sys\nprint('ran', sys.argv[1:])\n"
 

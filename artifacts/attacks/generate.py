@@ -270,7 +270,7 @@ def attacks() -> dict[str, tuple[bytes, int, str, str]]:
         ),
         "manifest-duplicate-key.zla": (raw('{"a":1,"a":2}'), INTEGRITY, "open", "occurs twice"),
         "manifest-nan.zla": (raw("NaN"), INTEGRITY, "open", "NaN is not JSON"),
-        "manifest-huge-number.zla": (raw("9" * 5000), INTEGRITY, "open", "5000 digits"),
+        "manifest-huge-number.zla": (raw("9" * 5000), INTEGRITY, "open", "20 digits"),
         "manifest-two-digests.zla": (
             raw('{"digest":"%s"}' % ("0" * 64)), INTEGRITY, "open", "digest",
         ),

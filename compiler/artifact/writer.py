@@ -30,9 +30,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
 
-from zerolayer.runtime_stub import container
-from zerolayer.runtime_stub.container import HEADER_BYTES, SECTION_ALIGN, TENSOR_ALIGN, align_up
+from zerolayer.runtime_stub import layout
 from zerolayer.runtime_stub.errors import ResourceError, UsageError
+from zerolayer.runtime_stub.layout import HEADER_BYTES, SECTION_ALIGN, TENSOR_ALIGN, align_up
 
 #: anything with the buffer protocol, C-contiguous
 Chunk: TypeAlias = bytes | bytearray | memoryview
@@ -134,7 +134,7 @@ def header_page(text: str) -> bytes:
     body = text.encode("utf-8")
     if b"\0" in body:
         raise UsageError("the header text holds a NUL character")
-    page = container.SHEBANG + container.magic_line() + body.rstrip(b"\n") + b"\n"
+    page = layout.SHEBANG + layout.magic_line() + body.rstrip(b"\n") + b"\n"
     if len(page) > HEADER_BYTES:
         raise UsageError(f"the header text takes {len(page)} bytes, more than {HEADER_BYTES}")
     return page.ljust(HEADER_BYTES, b"\0")
@@ -145,31 +145,31 @@ def zip_bytes(members: Mapping[str, bytes]) -> Iterator[bytes]:
 
     Raises UsageError for a name, count or size that the format does not allow.
     """
-    if not 1 <= len(members) <= container.MAX_MEMBERS:
-        raise UsageError(f"{len(members)} members, not 1 to {container.MAX_MEMBERS}")
+    if not 1 <= len(members) <= layout.MAX_MEMBERS:
+        raise UsageError(f"{len(members)} members, not 1 to {layout.MAX_MEMBERS}")
     directory = bytearray()
     offset = 0
     for name in sorted(members):
         data = members[name]
-        problem = container.name_problem(name)
+        problem = layout.name_problem(name)
         if problem:
             raise UsageError(f"the member name {name[:80]!r} {problem}")
         parts = name.split("/")
         for i in range(1, len(parts)):
             if "/".join(parts[:i]) in members:
                 raise UsageError(f"member {'/'.join(parts[:i])} is also a folder of {name}")
-        if len(data) > container.MAX_MEMBER_BYTES:
+        if len(data) > layout.MAX_MEMBER_BYTES:
             raise UsageError(f"member {name} has {len(data)} bytes, over the format's limit")
         crc = zlib.crc32(data)
-        directory += container.central_record(name, crc, len(data), offset)
-        local = container.local_record(name, crc, len(data))
+        directory += layout.central_record(name, crc, len(data), offset)
+        local = layout.local_record(name, crc, len(data))
         yield local
         yield data
         offset += len(local) + len(data)
-    if offset + len(directory) > container.MAX_ZIP_BYTES:
+    if offset + len(directory) > layout.MAX_ZIP_BYTES:
         raise UsageError(f"the members take {offset} bytes, more than a plain ZIP can hold")
     yield bytes(directory)
-    yield container.end_record(len(members), len(directory), offset)
+    yield layout.end_record(len(members), len(directory), offset)
 
 
 def write_artifact(
@@ -209,7 +209,7 @@ def write_artifact(
         complete, digest = _complete_manifest(
             manifest or {}, everything, sections, output.hashes, header
         )
-        for piece in zip_bytes({**everything, container.MANIFEST: complete}):
+        for piece in zip_bytes({**everything, layout.MANIFEST: complete}):
             _write(output, piece)
         os.lseek(output.fd, 0, os.SEEK_SET)
         _write(output, header)
@@ -251,16 +251,16 @@ def _complete_manifest(
     header: bytes,
 ) -> tuple[bytes, str]:
     """Adds what only the writer knows; returns the canonical bytes and the digest."""
-    if container.MANIFEST in members:
-        raise UsageError(f"the members must not hold {container.MANIFEST}")
+    if layout.MANIFEST in members:
+        raise UsageError(f"the members must not hold {layout.MANIFEST}")
     for key in ("format", "header", "files", "weights", "digest"):
         if key in manifest:
             raise UsageError(f"the manifest must not have the key {key!r}: the writer adds it")
     complete: dict[str, Any] = dict(manifest)
     complete["format"] = {
         "name": "zerolayer-artifact",
-        "major": container.FORMAT_MAJOR,
-        "minor": container.FORMAT_MINOR,
+        "major": layout.FORMAT_MAJOR,
+        "minor": layout.FORMAT_MINOR,
     }
     complete["header"] = {"size": HEADER_BYTES, "sha256": hashlib.sha256(header).hexdigest()}
     complete["files"] = [
@@ -292,14 +292,14 @@ def _complete_manifest(
     zeros = "0" * 64
     complete["digest"] = zeros
     raw = canonical_json(complete)
-    digest = container.digest_of(raw, zeros)
+    digest = layout.digest_of(raw, zeros)
     if digest is None:
         raise UsageError("the manifest holds another object with an all-zero digest")
     complete["digest"] = digest
     final = canonical_json(complete)
-    if len(final) > container.MAX_MANIFEST_BYTES:
+    if len(final) > layout.MAX_MANIFEST_BYTES:
         raise UsageError(
-            f"the manifest takes {len(final)} bytes, more than {container.MAX_MANIFEST_BYTES}"
+            f"the manifest takes {len(final)} bytes, more than {layout.MAX_MANIFEST_BYTES}"
         )
     return final, digest
 

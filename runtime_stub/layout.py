@@ -1,0 +1,174 @@
+"""The artifact's format in constants: limits, ZIP records, names, and bounded JSON.
+
+In: nothing.  Out: what ``container.py`` reads by and ``compiler/artifact/writer.py`` writes by, so
+that the two cannot drift apart.  The format on one page is in ``artifacts/README.md``.  Next file:
+``container.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+from typing import Any, NoReturn, Optional
+
+FORMAT_MAJOR = 1
+FORMAT_MINOR = 0
+#: the first release that reads FORMAT_MAJOR
+NEEDS_VERSION = "0.1"
+
+HEADER_BYTES = 65536
+SECTION_ALIGN = 65536  # the largest page size in use, so that a section can be mapped by itself
+TENSOR_ALIGN = 64  # a cache line, and one vector of every supported instruction set
+
+SHEBANG = b"#!/usr/bin/env python3\n"
+MAGIC = re.compile(
+    rb"# zerolayer artifact, format (\d{1,4})\.(\d{1,4}), "
+    rb"needs zerolayer (\d{1,4}(?:\.\d{1,4}){0,2}) or later\n"
+)
+
+# Limits: each has its reason in artifacts/README.md and a test that breaks it.
+MAX_MEMBERS = 4096
+MAX_MEMBER_BYTES = 1 << 30
+MAX_ZIP_BYTES = (1 << 32) - (1 << 16)  # offsets in a plain ZIP are 32-bit
+MAX_MANIFEST_BYTES = 16 << 20
+MAX_JSON_DEPTH = 24
+MAX_TENSORS = 1 << 20
+MAX_NAME_BYTES = 200
+MAX_FILE_BYTES = 1 << 50
+
+MANIFEST = "manifest.json"
+_PART = r"(?!\.{1,2}(?:/|$))[A-Za-z0-9._+-]+"
+_NAME = re.compile(rf"{_PART}(?:/{_PART})*\Z")
+
+# -- ZIP records -----------------------------------------------------------------------------------
+
+LOCAL = struct.Struct("<4s5H3I2H")
+CENTRAL = struct.Struct("<4s6H3I5H2I")
+END = struct.Struct("<4s4H2IH")
+END_BYTES = END.size
+LOCAL_FIELDS = (
+    "signature", "version needed", "flags", "method", "time", "date", "CRC-32", "compressed size",
+    "size", "name length", "extra length",
+)  # fmt: skip
+CENTRAL_FIELDS = (
+    "signature", "version made by", "version needed", "flags", "method", "time", "date", "CRC-32",
+    "compressed size", "size", "name length", "extra length", "comment length", "disk number",
+    "internal attributes", "external attributes", "local header offset",
+)  # fmt: skip
+END_FIELDS = (
+    "signature", "disk number", "directory disk number", "entries on this disk", "entries",
+    "directory size", "directory offset", "comment length",
+)  # fmt: skip
+_DATE = 0x0021  # 1980-01-01, the first date a ZIP can hold
+_MADE_BY = 0x0314  # Unix, version 2.0
+_ATTRIBUTES = 0o100644 << 16
+
+
+def local_fields(name: bytes, crc: int, size: int) -> tuple[Any, ...]:
+    return (b"PK\x03\x04", 20, 0, 0, 0, _DATE, crc, size, size, len(name), 0)
+
+
+def central_fields(name: bytes, crc: int, size: int, offset: int) -> tuple[Any, ...]:
+    return (b"PK\x01\x02", _MADE_BY, 20, 0, 0, 0, _DATE, crc, size, size, len(name), 0, 0, 0, 0,
+            _ATTRIBUTES, offset)  # fmt: skip
+
+
+def local_record(name: str, crc: int, size: int) -> bytes:
+    """The bytes in front of a member's data."""
+    raw = name.encode("ascii")
+    return LOCAL.pack(*local_fields(raw, crc, size)) + raw
+
+
+def central_record(name: str, crc: int, size: int, offset: int) -> bytes:
+    """A member's entry in the central directory; ``offset`` counts from the start of the ZIP."""
+    raw = name.encode("ascii")
+    return CENTRAL.pack(*central_fields(raw, crc, size, offset)) + raw
+
+
+def end_record(count: int, directory_size: int, directory_offset: int) -> bytes:
+    """The last 22 bytes of the file."""
+    return END.pack(b"PK\x05\x06", 0, 0, count, count, directory_size, directory_offset, 0)
+
+
+def magic_line() -> bytes:
+    """The second line of every artifact."""
+    return (
+        f"# zerolayer artifact, format {FORMAT_MAJOR}.{FORMAT_MINOR}, "
+        f"needs zerolayer {NEEDS_VERSION} or later\n"
+    ).encode("ascii")
+
+
+def name_problem(name: str) -> Optional[str]:
+    """Why ``name`` cannot be a member's name; None when it can."""
+    if len(name) > MAX_NAME_BYTES:
+        return f"is longer than {MAX_NAME_BYTES} bytes"
+    if not _NAME.match(name):
+        return "is not a relative path of letters, digits and . _ + - without '.' or '..' parts"
+    return None
+
+
+def align_up(value: int, alignment: int) -> int:
+    """The smallest multiple of ``alignment`` (a power of two) that is not below ``value``."""
+    return (value + alignment - 1) & -alignment
+
+
+# -- manifest --------------------------------------------------------------------------------------
+
+_DIGITS = bytes(48 if c in b"0123456789" else 32 for c in range(256))
+_NOT_BRACKETS = bytes(c for c in range(256) if c not in b"[]{}")
+
+
+def digest_of(raw: bytes, digest: str) -> Optional[str]:
+    """The digest that the manifest ``raw`` should carry: its SHA-256 with its own digest zeroed.
+
+    None when ``digest`` is not there exactly once.  The manifest holds the hash of every other byte
+    of the file, so this is the digest of everything.
+    """
+    token = b'"digest":"' + digest.encode("ascii", "replace") + b'"'
+    if raw.count(token) != 1:
+        return None
+    return hashlib.sha256(raw.replace(token, b'"digest":"' + b"0" * 64 + b'"')).hexdigest()
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {key[:60]!r} occurs twice in one object")
+            seen.add(key)
+    return found
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def parse_json(raw: bytes, limit: int = MAX_MANIFEST_BYTES) -> Any:
+    """JSON, bounded in size and depth, without duplicate keys, NaN or oversized numbers.
+
+    Raises ValueError saying what is wrong; never RecursionError.
+    """
+    if len(raw) > limit:
+        raise ValueError(f"{len(raw)} bytes of JSON, more than the limit of {limit}")
+    bare = raw
+    if b"\\" in bare:  # escaped backslashes first, so that what is left before a quote escapes it
+        bare = bare.replace(b"\\\\", b"").replace(b'\\"', b"")
+    bare = b" ".join(bare.split(b'"')[::2])  # without strings
+    if b"0" * 21 in bare.translate(_DIGITS):
+        raise ValueError("a number of more than 20 digits")
+    brackets = bare.translate(None, _NOT_BRACKETS)
+    for _ in range(MAX_JSON_DEPTH):  # each round removes at least the innermost level
+        if not brackets:
+            break
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+    if brackets:
+        raise ValueError(f"brackets that do not match or are nested deeper than {MAX_JSON_DEPTH}")
+    return json.loads(
+        raw.decode("utf-8"),
+        object_pairs_hook=_unique,
+        parse_constant=_no_constant,
+    )
