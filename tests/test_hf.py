@@ -134,7 +134,7 @@ def test_contexts_end_where_the_rope_stops_being_exact(tmp_path: Path) -> None:
         {"rope_type": "longrope", "short_factor": [1.0 + i / 50 for i in range(64)],
          "long_factor": [1.0 + i for i in range(64)], "original_max_position_embeddings": 4096},
     ],
-    ids=lambda p: f"{p['rope_type']}-{p['factor'] if 'factor' in p else 'ratio'}",
+    ids=lambda p: f"{p['rope_type']}-{p.get('factor', 'ratio')}",
 )  # fmt: skip
 def test_real_sized_ropes_equal_transformers(params: dict[str, Any]) -> None:
     params = {**params, "rope_theta": 500_000.0}

@@ -1,4 +1,4 @@
-"""Damaged and hostile Hugging Face and ONNX files give one clear error, never a traceback or a hang."""
+"""Damaged and hostile Hugging Face and ONNX files give one clear error, never a traceback."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _read(data: bytes, path: Path) -> tuple[ir.Model, list[Path]]:
     common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
     common.RemoveInitializersFromInputsPass()(model)
     common.LiftConstantsToInitializersPass()(model)
-    _check_operators(model, where)
+    _check_nodes(model, where)
     common.RemoveUnusedOpsetsPass()(model)
     if model.opset_imports.get("", OPSET) != OPSET:
         version_converter.convert_version(model, OPSET, fallback=False)
@@ -102,9 +102,9 @@ def _read(data: bytes, path: Path) -> tuple[ir.Model, list[Path]]:
             next_step=f"export the model with opset {OPSET}",
         )
     common.NameFixPass()(model)
-    common.CheckerPass()(model)
-    common.ShapeInferencePass()(model)
+    common.ShapeInferencePass()(model)  # leaves the model as it is when it fails
     _check_types(model, where)
+    common.CheckerPass()(model)
     return model, files
 
 
@@ -227,8 +227,9 @@ def _external_file(tensor: ir.ExternalTensor, path: Path) -> Path:
     return file
 
 
-def _check_operators(model: ir.Model, where: str) -> None:
-    """Every operator must be a standard one."""
+def _check_nodes(model: ir.Model, where: str) -> None:
+    """Every operator must be a standard one of the model's opset, and every input must exist."""
+    opset = model.opset_imports.get("", OPSET)
     for node in _nodes(model):
         if node.domain not in _DOMAINS:
             raise UnsupportedError(
@@ -237,6 +238,31 @@ def _check_operators(model: ir.Model, where: str) -> None:
                 where=where,
                 next_step="export the model without custom or runtime-specific operators",
             )
+        if not onnx.defs.has(node.op_type, opset, ""):
+            raise UnsupportedError(
+                f"operator {node.op_type} (node {node.name or '?'}) is not in opset {opset}",
+                where=where,
+                next_step=_FETCH_AGAIN,
+            )
+        for value in node.inputs:
+            if value is not None and not (
+                value.producer() or value.is_graph_input() or value.is_initializer()
+            ):
+                raise InputFileError(
+                    f"{node.op_type} (node {node.name or '?'}) reads {value.name}, "
+                    "which nothing makes",
+                    where=where,
+                    next_step=_FETCH_AGAIN,
+                )
+        schema = onnx.defs.get_schema(node.op_type, opset, "")
+        for output in schema.outputs:
+            if not any(kind.startswith("tensor") for kind in output.types):
+                raise UnsupportedError(
+                    f"operator {node.op_type} (node {node.name or '?'}) makes "
+                    f"{min(output.types, default='nothing')}, not a tensor",
+                    where=where,
+                    next_step="export the model without sequences, optionals and maps",
+                )
 
 
 def _check_types(model: ir.Model, where: str) -> None:
