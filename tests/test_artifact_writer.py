@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -40,13 +40,17 @@ def entry(name: str, data: bytes, section: str = "s", pieces: int = 1) -> Weight
     )  # fmt: skip
 
 
-def write(out: Path, weights: list[WeightEntry] | None = None, **members: bytes) -> str:
+def write(
+    out: Path,
+    weights: list[WeightEntry] | None = None,
+    members: Mapping[str, bytes] | None = None,
+) -> str:
     if weights is None:
         weights = [entry("a", b"\1" * 100), entry("b", b"\2" * 70_000), entry("c", b"\3", "t")]
     return write_artifact(
         out,
         manifest={"model": {"name": "m"}},
-        members={"__main__.py": MAIN, **members},
+        members={"__main__.py": MAIN, **(members or {})},
         weights=weights,
         header_text="A test.\n",
     )
@@ -159,7 +163,7 @@ def test_wrong_arguments_leave_nothing(tmp_path: Path) -> None:
             write(out, weights)
     for name in ("../x", "manifest.json", "a/../b", "/etc/passwd", "__main__.py/x"):
         with pytest.raises(UsageError):
-            write(out, **{name: b""})
+            write(out, members={name: b""})
     with pytest.raises(UsageError, match="does not exist"):
         write(tmp_path / "no" / "x.zla")
     with pytest.raises(UsageError, match="not a file"):
@@ -262,7 +266,7 @@ def test_too_little_disk_is_said_before_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 12345})
-    monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     weight = WeightEntry("w", 10, "u8", (10,), "row_major", "F32", "s", lambda: pytest.fail("ran"))
     with pytest.raises(ResourceError, match=r"needs about .* bytes on disk, but 12345 are free"):
         write(tmp_path / "x.zla", [weight])
@@ -296,3 +300,30 @@ def test_memory_stays_near_one_tensor(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < writer._IN_FLIGHT + 16_000_000
+
+
+def test_finish_sees_the_weights_and_completes_the_manifest(tmp_path: Path) -> None:
+    """The numerics gate runs between weights and ZIP, on the weights as they are in the file."""
+    out = tmp_path / "x.zla"
+
+    def finish(written: writer.WrittenWeights) -> tuple[dict[str, object], dict[str, bytes]]:
+        raw = os.pread(written.fd, written.size, written.offset)
+        assert raw == (b"\7" * 1000).ljust(65536, b"\0")
+        assert written.hashes == (hashlib.sha256(raw).hexdigest(),)
+        os.lseek(written.fd, 5, os.SEEK_SET)  # must not matter
+        return {"numerics": {"status": "passed"}}, {"golden.json": b"[]"}
+
+    arguments = {"members": {"__main__.py": MAIN}, "weights": [entry("w", b"\7" * 1000)]}
+    write_artifact(out, **arguments, header_text="x", finish=finish)  # type: ignore[arg-type]
+    with open_artifact(str(out)) as artifact:
+        artifact.verify_all()
+        assert artifact.manifest["numerics"] == {"status": "passed"}
+        assert artifact.member("golden.json") == b"[]"
+
+    def refuse(_written: writer.WrittenWeights) -> tuple[dict[str, object], dict[str, bytes]]:
+        raise IntegrityError("outside the bounds")
+
+    before = out.read_bytes()
+    with pytest.raises(IntegrityError, match="outside the bounds"):
+        write_artifact(out, **arguments, header_text="x", finish=refuse)  # type: ignore[arg-type]
+    assert out.read_bytes() == before and leftovers(tmp_path) == []

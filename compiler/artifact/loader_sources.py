@@ -1,7 +1,7 @@
 """The loader as it goes into the artifact.
 
-In: the installed package ``zerolayer.runtime_stub``.  Out: ZIP members ``__main__.py`` and
-``zerolayer_stub/*.py``.  Next file: ``manifest.py``.
+In: the installed package ``zerolayer.runtime_stub``.  Out: ZIP members ``__main__.py``,
+``zerolayer_stub/*.py`` and their licence.  Next file: ``manifest.py``.
 
 Comments and docstrings are blanked, because the ZIP is stored and the host compiles these sources
 at every start; lines keep their numbers, so a reported line is the line in the repository.
@@ -10,12 +10,15 @@ at every start; lines keep their numbers, so a reported line is the line in the 
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import io
+import re
 import tokenize
 import zlib
 from importlib import resources
+from pathlib import Path
 
-from zerolayer.runtime_stub.errors import ResourceError
+from zerolayer.runtime_stub.errors import InputFileError, ResourceError
 
 PACKAGE = "zerolayer_stub"
 LOADER_LIMIT = 100_000  # bytes, compressed
@@ -38,15 +41,35 @@ def loader_members() -> dict[str, bytes]:
     Raises ResourceError when they take more than LOADER_LIMIT bytes compressed (they are stored
     plain; the limit is on how much there is to read and compile at start).
     """
-    members = {"__main__.py": _MAIN.encode("ascii")}
+    members = {"__main__.py": _MAIN.encode("ascii"), "licenses/zerolayer/LICENSE": license_text()}
     for entry in resources.files("zerolayer.runtime_stub").iterdir():
         if entry.name.endswith(".py"):
             source = entry.read_bytes().decode("utf-8")
             members[f"{PACKAGE}/{entry.name}"] = blank_comments(source).encode("utf-8")
-    size = sum(len(zlib.compress(data, 9)) for data in members.values())
+    size = sum(len(zlib.compress(members[n], 9)) for n in members if n.endswith(".py"))
     if size > LOADER_LIMIT:
         raise ResourceError(f"the loader takes {size} bytes, over its limit of {LOADER_LIMIT}")
     return dict(sorted(members.items()))
+
+
+def license_text() -> bytes:
+    """The licence of the loader and the kernels: of the installed package, or of the checkout.
+
+    Raises InputFileError when neither has one.
+    """
+    found = [
+        Path(str(dist.locate_file(entry)))
+        for dist in importlib.metadata.distributions(name="zerolayer")
+        for entry in dist.files or ()
+        if re.fullmatch(r"(zerolayer-[^/]+\.dist-info/(licenses/)?)?LICENSE", entry.as_posix())
+    ]
+    found.append(Path(__file__).parents[2] / "LICENSE")
+    for path in found:
+        if path.is_file():
+            return path.read_bytes()
+    raise InputFileError(
+        "zerolayer's own licence is missing", next_step="install zerolayer again: pip install ."
+    )
 
 
 def blank_comments(source: str) -> str:
