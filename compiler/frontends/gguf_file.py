@@ -411,9 +411,9 @@ def _place(
             )
         last = repr(info.name)
         placed[info.name] = TensorInfo(info.name, info.format, info.shape, start, info.size)
-    if infos and cursor.size > _align(end, alignment):
+    if cursor.size > _align(end, alignment):
         raise InputFileError(
-            f"{cursor.size - end} bytes after the last tensor, which ends at byte {end}",
+            f"{cursor.size - end} bytes after {last}, which ends at byte {end}",
             where=cursor.file,
             next_step=FETCH_AGAIN,
         )
