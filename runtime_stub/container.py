@@ -17,8 +17,6 @@ import mmap
 import os
 import stat
 import zlib
-from collections.abc import Callable
-from typing import Any, NoReturn, Optional
 
 from .errors import InputFileError, IntegrityError, ResourceError
 from .layout import (
@@ -50,6 +48,11 @@ from .layout import (
     name_problem,
     parse_json,
 )
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, NoReturn, Optional
 
 #: what a key holds when it is there; the loader checks what it needs of the rest
 _KINDS: dict[str, tuple[type, ...]] = {

@@ -11,7 +11,10 @@ import hashlib
 import json
 import re
 import struct
-from typing import Any, NoReturn, Optional
+
+TYPE_CHECKING = False  # typing takes longer to import than this module
+if TYPE_CHECKING:
+    from typing import Any, NoReturn, Optional
 
 FORMAT_MAJOR = 1
 FORMAT_MINOR = 0
