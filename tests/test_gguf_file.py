@@ -152,7 +152,7 @@ def test_arrays_nest_to_a_limit(read: Read) -> None:
 
     deep = read(nested(3)).metadata["deep"]
     assert isinstance(deep, list) and isinstance(deep[0], list)
-    with pytest.raises(InputFileError, match="key 'deep'.*nested deeper than 4"):
+    with pytest.raises(InputFileError, match=r"key 'deep'.*nested deeper than 4"):
         read(nested(4))
     with pytest.raises(InputFileError, match="nested deeper than 4"):
         read(nested(100_000))
@@ -177,14 +177,14 @@ HOSTILE: dict[str, tuple[bytes, type[ZerolayerError], str]] = {
     "one pair too many": (build(n_pairs=1) + bytes(40), InputFileError, "empty key"),
     "long key": (build((HUGE + bytes(40),)), InputFileError, "key 0.*text of 9223372036854775808"),
     "key of a gibibyte": (
-        build((struct.pack("<Q", 1 << 30) + bytes(40),)), InputFileError, "text of 1073741824 bytes",
+        build((struct.pack("<Q", 1 << 30) + bytes(40),)), InputFileError, "text of 1073741824 b",
     ),
     "key too long": (
         build((text(b"k" * 65536) + bytes(40),)), InputFileError, "65536 bytes; at most 65535",
     ),
     "long text": (build((pair("k", STRING, HUGE),)), InputFileError, "key 'k'.*claims a text"),
     "long array": (
-        build((pair("k", ARRAY, struct.pack("<IQ", F64, 2**62)),)), InputFileError, "key 'k'.*claims",
+        build((pair("k", ARRAY, struct.pack("<IQ", F64, 2**62)),)), InputFileError, "'k'.*claims",
     ),
     "long text array": (
         build((pair("k", ARRAY, struct.pack("<IQ", STRING, 2**61) + bytes(64)),)),
@@ -245,23 +245,23 @@ HOSTILE: dict[str, tuple[bytes, type[ZerolayerError], str]] = {
     "integers": (build((), (tensor("t", (8,), 26),), DATA), UnsupportedError, "I32"),
     "unknown type": (build((), (tensor("t", (8,), 9999),), DATA), InputFileError, "type 9999"),
     "overlap": (
-        build((), (GOOD, tensor("u", (8,), offset=0)), DATA * 2), InputFileError, "'u'.*overlaps 't'",
+        build((), (GOOD, tensor("u", (8,), offset=0)), DATA * 2), InputFileError, "'u'.*overlaps",
     ),
     "hole": (
-        build((), (GOOD, tensor("u", (8,), offset=64)), DATA * 3), InputFileError, "'u'.*follow 't'",
+        build((), (GOOD, tensor("u", (8,), offset=64)), DATA * 3), InputFileError, "'u'.*follow",
     ),
     "hole first": (build((), (tensor("t", (8,), offset=32),), DATA * 2), InputFileError, "header"),
     "misaligned": (
-        build((), (GOOD, tensor("u", (8,), offset=33)), DATA * 3), InputFileError, "'u'.*byte 32",
+        build((), (GOOD, tensor("u", (8,), offset=33)), DATA * 3), InputFileError, "'u'.*byte 129",
     ),
     "offset overflows": (
         build((), (tensor("t", (8,), offset=2**64 - 32),), DATA), InputFileError, "'t'",
     ),
     "truncated": (build((), (GOOD,), DATA[:-1]), InputFileError, "'t'.*truncated"),
     "no data": (build((), (GOOD,)), InputFileError, "'t'.*truncated"),
-    "a byte more": (build((), (GOOD,), DATA + b"\0"), InputFileError, "1 bytes after the last"),
+    "a byte more": (build((), (GOOD,), DATA + b"\0"), InputFileError, "1 bytes after 't'"),
     "a lot more": (build((), (GOOD,), DATA + bytes(9999)), InputFileError, "9999 bytes after"),
-    "bytes after no tensors": (build() + bytes(100), InputFileError, "bytes after the"),
+    "bytes after no tensors": (build() + bytes(100), InputFileError, "bytes after the header"),
     "alignment 0": (
         build((pair("general.alignment", U32, bytes(4)),)), InputFileError, "alignment 0",
     ),
@@ -269,7 +269,7 @@ HOSTILE: dict[str, tuple[bytes, type[ZerolayerError], str]] = {
         build((pair("general.alignment", U32, b"\x18\0\0\0"),)), InputFileError, "alignment 24",
     ),
     "alignment huge": (
-        build((pair("general.alignment", U64, HUGE),)), InputFileError, "alignment 9223372036854775808",
+        build((pair("general.alignment", U64, HUGE),)), InputFileError, "alignment 92233720368547",
     ),
     "alignment text": (
         build((pair("general.alignment", STRING, text("x")),)), InputFileError, "alignment 'x'",
@@ -404,6 +404,7 @@ def test_every_flipped_header_byte_is_survived(seed: bytes, tmp_path: Path) -> N
     assert kinds.count("input") > header // 3
 
 
+EDGES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
 fuzz = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -418,9 +419,7 @@ def test_fuzz_edits(seed: bytes, tmp_path: Path, data: st.DataObject) -> None:
         value = data.draw(
             st.one_of(
                 st.binary(min_size=size, max_size=size),
-                st.sampled_from([0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]).map(
-                    lambda v, size=size: (v & (2 ** (8 * size) - 1)).to_bytes(size, "little")
-                ),
+                st.sampled_from([(v % 2 ** (8 * size)).to_bytes(size, "little") for v in EDGES]),
             )
         )
         action = data.draw(st.sampled_from(["write", "insert", "remove"]))
