@@ -8,16 +8,12 @@
 
 #include "zl_abi.h"
 
-#ifndef FAKE_ABI
-#define FAKE_ABI ZL_ABI_VERSION
-#endif
-
 struct zl_engine {
   zl_create_args args;
 };
 
 static const zl_module_info info = {
-    FAKE_ABI, sizeof(zl_module_info), "fake", "hash", 256, 4096, 16 * sizeof(int32_t), 16,
+    ZL_ABI_VERSION, sizeof(zl_module_info), "fake", "hash", 256, 4096, 16 * sizeof(int32_t), 16,
     32, 4, 4, 259, 2, 1, 1, 3};
 
 const zl_module_info *zl_info(void) { return &info; }

@@ -6,9 +6,12 @@ Vocabulary: 256 bytes, then ``<bos>``, ``<eos>``, ``<user>``.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Any
 from zerolayer.compiler.artifact.loader_sources import loader_members
 from zerolayer.compiler.artifact.vendor import collect_vendor
 from zerolayer.compiler.artifact.writer import WeightEntry, write_artifact
+from zerolayer.runtime_stub import driver_cpu
 
 VOCAB, BOS, EOS, USER = 259, 256, 257, 258
 WEIGHT_BYTE = 42
@@ -45,16 +49,45 @@ def expected(
     return out
 
 
-def compile_engine(out: Path, *flags: str) -> bytes:
-    """The shared object of ``loader_engine.c``."""
+STRUCTURES: dict[str, type[ctypes.Structure]] = {
+    "zl_module_info": driver_cpu.ModuleInfo,
+    "zl_sampling": driver_cpu.Sampling,
+    "zl_batch": driver_cpu.Batch,
+    "zl_create_args": driver_cpu.CreateArgs,
+}
+
+
+@cache
+def engine_code() -> bytes:
+    """The shared object of ``loader_engine.c``, compiled once per test run.
+
+    Its symbol ``layout`` holds the size of each of STRUCTURES and the offset of each field, as the
+    C compiler sees them.
+    """
     here = Path(__file__).parent
-    subprocess.run(
-        [sys.executable, "-m", "ziglang", "cc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra",
-         "-Werror", f"-I{here.parent / 'templates' / 'cpu'}", *flags, "-o", str(out),
-         str(here / "loader_engine.c")],
-        check=True,
-    )  # fmt: skip
-    return out.read_bytes()
+    layout = []
+    for name, structure in STRUCTURES.items():
+        layout.append(f"sizeof({name})")
+        layout += [f"offsetof({name}, {field[0]})" for field in structure._fields_]
+    with tempfile.TemporaryDirectory() as folder:
+        out, header = Path(folder) / "engine.so", Path(folder) / "layout.h"
+        array = f"unsigned long layout[] = {{{', '.join(layout)}}};"
+        header.write_text(f'#include <stddef.h>\n#include "zl_abi.h"\n{array}\n')
+        subprocess.run(
+            [sys.executable, "-m", "ziglang", "cc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra",
+             "-Werror", f"-I{here.parent / 'templates' / 'cpu'}", "-include", str(header), "-o",
+             str(out), str(here / "loader_engine.c")],
+            check=True,
+        )  # fmt: skip
+        return out.read_bytes()
+
+
+def with_abi(code: bytes, version: int) -> bytes:
+    """``code`` with another ABI number in its info record."""
+    size = ctypes.sizeof(driver_cpu.ModuleInfo)
+    record = struct.pack("<II", driver_cpu.ABI_VERSION, size)
+    assert code.count(record) == 1
+    return code.replace(record, struct.pack("<II", version, size))
 
 
 @cache
@@ -125,7 +158,7 @@ def golden(*prompts: Sequence[int]) -> bytes:
 
 
 def build(
-    out: Path, code: bytes, *, members: dict[str, bytes] | None = None, vendor: bool = True,
+    out: Path, *, members: dict[str, bytes] | None = None, vendor: bool = True,
     **changes: Any,
 ) -> Path:  # fmt: skip
     """Writes the artifact ``out``; ``changes`` go into the manifest."""
@@ -133,7 +166,7 @@ def build(
     everything = {
         **loader_members(),
         **(dict(collect_vendor("x86_64").members) if vendor else {}),
-        "kernels/fake.so": code,
+        "kernels/fake.so": engine_code(),
         "tokenizer.json": tokenizer_json(),
         "chat_template.jinja": TEMPLATE.encode(),
         "golden.json": golden([1, 2, 3], list(range(40))),
