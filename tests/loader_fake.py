@@ -162,6 +162,8 @@ def build(
     **changes: Any,
 ) -> Path:  # fmt: skip
     """Writes the artifact ``out``; ``changes`` go into the manifest."""
+    if not vendor:
+        changes["vendor"] = []
     weights = bytes([WEIGHT_BYTE]) * 256
     everything = {
         **loader_members(),

@@ -1,0 +1,528 @@
+"""The artifact's command line: an artifact with a stand-in engine, run as users run a real one."""
+
+from __future__ import annotations
+
+import array
+import ast
+import json
+import os
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import loader_fake
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from loader_fake import EOS, USER, VOCAB, expected
+from zerolayer.runtime_stub import errors, npy, options
+from zerolayer.runtime_stub.cli import COMMANDS, main
+from zerolayer.runtime_stub.detect import host_facts
+from zerolayer.runtime_stub.memory import RESERVE_BYTES, MemoryPlan, human
+from zerolayer.runtime_stub.session import Session
+
+STUB = Path(__file__).parent.parent / "runtime_stub"
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return loader_fake.build(tmp_path_factory.mktemp("artifact") / "fake.zla")
+
+
+@pytest.fixture(scope="module")
+def ids_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact without ``vendor/``."""
+    out = tmp_path_factory.mktemp("artifact") / "ids.zla"
+    return loader_fake.build(out, vendor=False)
+
+
+def bare(path: Path, *args: str, **kw: Any) -> subprocess.CompletedProcess[bytes]:
+    """Runs the file with a Python that has no site-packages and an empty environment."""
+    env = {"PATH": "/usr/bin"}
+    return subprocess.run(
+        [sys.executable, "-I", "-S", str(path), *args],
+        check=False,
+        env=env,
+        capture_output=True,
+        timeout=60,
+        **kw,
+    )
+
+
+class Run:
+    """``main`` in this process: code, stdout, stderr, the JSON of the last line."""
+
+    def __init__(
+        self, capsys: pytest.CaptureFixture[str], path: Path, *args: str, **kw: Any
+    ) -> None:
+        import tokenizers.tokenizers  # noqa: F401 (one process cannot load a second copy)
+
+        capsys.readouterr()
+        self.code = main(args, str(path), **kw)
+        self.out, self.err = capsys.readouterr()
+        assert "Traceback" not in self.err
+
+    @property
+    def json(self) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads(self.out.splitlines()[-1])
+        return data
+
+
+# running as users do ----------------------------------------------------------------------------
+
+
+def test_runs_bare_from_a_read_only_folder(artifact: Path) -> None:
+    folder = artifact.parent
+    mode = folder.stat().st_mode
+    folder.chmod(0o555)
+    try:
+        before = sorted(folder.iterdir())
+        run = bare(artifact, "generate", "hi", "-n", "12", "--json", cwd=folder)
+        assert run.returncode == 0, run.stderr
+        data = json.loads(run.stdout.splitlines()[-1])
+        assert data["prompt_tokens"] == [USER, *b"hi"]
+        assert data["tokens"] == expected([USER, *b"hi"], 12, stop=[EOS])
+        assert data["usage"]["completion_tokens"] == len(data["tokens"])
+        assert {"open_ms", "detect_ms", "code_ms", "create_ms", "first_token_ms"} <= set(
+            data["timings"]
+        )
+        assert sorted(folder.iterdir()) == before
+    finally:
+        folder.chmod(mode)
+
+
+def test_runs_as_a_random_user_and_executable(artifact: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    artifact.chmod(0o755)
+    for folder in artifact.parents:
+        if folder.stat().st_mode & stat.S_IXOTH == 0:
+            folder.chmod(folder.stat().st_mode | stat.S_IXOTH | stat.S_IROTH)
+        if folder == Path("/tmp"):
+            break
+    run = subprocess.run(
+        [str(artifact), "generate", "--tokens", "1,2,3", "-n", "6"],
+        env={"PATH": "/usr/bin"}, capture_output=True, timeout=60, user=54321, group=54321,
+        check=False,
+    )  # fmt: skip
+    assert run.stdout.decode() == ",".join(map(str, expected([1, 2, 3], 6))) + "\n", run.stderr
+
+
+def test_chat_remembers(artifact: Path) -> None:
+    run = bare(artifact, "chat", "-n", "4", "--json", "--system", "be", input=b"one\ntwo\n")
+    assert run.returncode == 0, run.stderr
+    messages = json.loads(run.stdout.splitlines()[-1])["messages"]
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
+    first = bytes(t for t in expected([*b"[be]", USER, *b"one"], 4) if t < 256)
+    assert messages[2]["content"] == first.decode("utf-8", "replace")
+
+
+def test_streaming_and_prompt_from_stdin(artifact: Path) -> None:
+    run = bare(artifact, "generate", "--raw", "-n", "8", "-", input="é".encode())
+    tokens = expected([loader_fake.BOS, *"é".encode()], 8, stop=[EOS])
+    text = bytes(t for t in tokens if t < 256).decode("utf-8", "replace")
+    assert run.stdout.decode() == text + "\n"
+
+
+def test_interrupt_is_130_and_quiet(artifact: Path) -> None:
+    command = [sys.executable, "-I", "-S", str(artifact), "chat"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"a\n")
+        process.stdin.flush()
+        process.stdout.readline()  # the first answer: it waits for the next message now
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+
+
+def test_a_reader_that_goes_away_is_no_error(artifact: Path) -> None:
+    command = f"{sys.executable} -I -S {artifact} generate --tokens 1 -n 120 | head -c 1"
+    pipe = subprocess.run(
+        ["/bin/sh", "-c", command], capture_output=True, timeout=60, check=False
+    )  # fmt: skip
+    assert pipe.stderr == b""
+
+
+def test_many_processes_at_once(ids_only: Path) -> None:
+    command = [sys.executable, "-I", "-S", str(ids_only), "generate", "--tokens", "5", "-n", "4"]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(4)]
+    outputs = {p.communicate(timeout=60)[0] for p in running}
+    assert outputs == {(",".join(map(str, expected([5], 4))) + "\n").encode()}
+
+
+# generate ---------------------------------------------------------------------------------------
+
+
+def test_many_prompts_run_together(artifact: Path, tmp_path: Path, capsys: Any) -> None:
+    lines = [json.dumps({"tokens": [i, 2 * i]}) for i in range(6)] + ['"xy"', '{"prompt": "z"}', ""]
+    file = tmp_path / "p.jsonl"
+    file.write_text("\n".join(lines))
+    run = Run(capsys, artifact, "generate", "--raw", "--ignore-eos", "-n", "20", "--prompts-file",
+              str(file), "--json")  # fmt: skip
+    assert run.code == 0
+    bos = loader_fake.BOS
+    prompts = [*([i, 2 * i] for i in range(6)), [bos, *b"xy"], [bos, *b"z"]]
+    assert [r["tokens"] for r in run.json["results"]] == [expected(p, 20) for p in prompts]
+    assert run.json["scheduler"]["steps"] < 8 * 20
+    assert run.json["usage"]["completion_tokens"] == 160
+
+
+def test_sampling_and_seed(artifact: Path, capsys: Any) -> None:
+    args = ("generate", "--tokens", "9", "-n", "5", "--temperature", "0.7", "--json")
+    run = Run(capsys, artifact, *args, "--seed", "11")
+    assert run.json["tokens"] == expected([9], 5, seed=11)
+    assert run.json["text"] is None
+    drawn = Run(capsys, artifact, *args).json
+    assert drawn["tokens"] == expected([9], 5, seed=int(drawn["sampling"]["seed"]))
+
+
+def test_stop_string_and_stop_token(artifact: Path, capsys: Any) -> None:
+    tokens = expected([loader_fake.BOS, *b"go"], 30)
+    text = bytes(t for t in tokens if t < 256).decode("utf-8", "replace")
+    at = next(i for i in range(4, 30) if text[i : i + 2].isascii() and len(text[i : i + 2]) == 2)
+    stop = text[at : at + 2]
+    run = Run(capsys, artifact, "generate", "--raw", "go", "--ignore-eos", "-n", "30", "--stop",
+              stop, "--json").json  # fmt: skip
+    assert run["text"] == text[: text.index(stop)]
+    assert (run["finish_reason"], run["stopped_by"]) == ("stop", "stop_string")
+    # the tokens' own way to say it: a special token as a stop string stops by id
+    special = Run(capsys, artifact, "generate", "--raw", "go", "--stop", "<user>", "--json").json
+    assert special["tokens"] == expected([loader_fake.BOS, *b"go"], 256, stop=[EOS, USER])[:125]
+
+
+def test_context_end_is_reported(artifact: Path, capsys: Any) -> None:
+    run = Run(capsys, artifact, "generate", "--tokens", "1,2", "--ignore-eos", "--json").json
+    assert len(run["tokens"]) == loader_fake.MAX_CONTEXT - 2
+    assert (run["finish_reason"], run["stopped_by"]) == ("length", "context")
+    short = Run(capsys, artifact, "generate", "--tokens", "1,2", "--ignore-eos", "--max-context",
+                "10", "--json").json  # fmt: skip
+    assert short["tokens"] == expected([1, 2], 8)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        ([], 2, ""),
+        (["generat"], 2, "did you mean generate"),
+        (["generate", "--temprature", "1", "x"], 2, "did you mean --temperature"),
+        (["generate", "x", "-n"], 2, "-n needs a value"),
+        (["generate", "x", "-n", "0"], 2, "not in 1.."),
+        (["generate", "x", "-n", "9" * 30], 2, "not an integer"),
+        (["generate", "x", "--temperature", "nan"], 2, "not in 0..100"),
+        (["generate", "x", "--kv-memory", "12Q"], 2, "not a size"),
+        (["generate", "x", "--kv-memory", "3"], 2, "less than one KV block"),
+        (["generate", "x", "--raw=1"], 2, "takes no value"),
+        (["generate", "x", "y"], 2, "more than one prompt"),
+        (["generate", "x", "--tokens", "1"], 2, "more than one prompt"),
+        (["generate", ""], 2, "the prompt is empty"),
+        (["generate", "--tokens", ""], 2, "the prompt is empty"),
+        (["generate", "--tokens", "1,b"], 2, "'b' is not a token id"),
+        (["generate", "--tokens", f"{VOCAB}"], 2, f"outside the vocabulary of {VOCAB}"),
+        (["generate", "--tokens", "1", "--stop", "a"], 2, "--stop needs text"),
+        (["generate", "a\udcff"], 2, "not valid UTF-8 (character 1 of 2)"),
+        (["generate", "--raw", "--system", "s", "x"], 2, "--system needs the chat template"),
+        (["generate", "--raw", "x" * 200], 2, "has 201 tokens, the context holds 128"),
+        (["generate", "--prompts-file", "/nonexistent"], 3, "/nonexistent: cannot read"),
+        (["check", "extra"], 2, "unexpected argument 'extra'"),
+        (["run", "--input", "q=x"], 2, "inputs: x"),
+        (["run"], 2, "no --input for x"),
+        (["run", "--input", "x=/nonexistent"], 3, "/nonexistent: cannot be read"),
+        (["bench", "--batch", "5"], 2, "at most 4 sequences"),
+        (["generate", "--tokens", "1", "--threads", "101"], 8, "could not start its threads"),
+    ],
+)
+def test_mistakes_are_one_line_and_a_code(
+    artifact: Path, capsys: Any, args: list[str], code: int, says: str
+) -> None:
+    run = Run(capsys, artifact, *args)
+    assert run.code == code
+    assert says in (run.err or run.out)
+    if args:
+        assert run.err.count("\n") == 1 and run.err.startswith("error: ")
+
+
+def test_errors_as_json(artifact: Path, capsys: Any) -> None:
+    run = Run(capsys, artifact, "generate", "", "--json")
+    assert run.json["error"] == "usage" and run.json["exit_code"] == run.code == 2
+
+
+def test_invalid_utf8_everywhere(artifact: Path, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "p.txt"
+    file.write_bytes(b"good\nbad \xff\n")
+    run = Run(capsys, artifact, "generate", "--prompts-file", str(file))
+    assert run.code == 2 and "byte 9, line 2" in run.err
+    stdin = bare(artifact, "generate", "-", input=b"\xc3")
+    assert stdin.returncode == 2 and b"not valid UTF-8" in stdin.stderr
+    argument = subprocess.run(
+        [sys.executable, str(artifact), "generate", b"\xff\xfe"],
+        check=False, capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert argument.returncode == 2 and b"not valid UTF-8" in argument.stderr
+
+
+@pytest.mark.parametrize("line", ["{", "3", '{"tokens": [1, "x"]}', '{"tokens": []}', "[" * 5000])
+def test_bad_prompt_lines(artifact: Path, tmp_path: Path, capsys: Any, line: str) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('"ok"\n' + line)
+    run = Run(capsys, artifact, "generate", "--prompts-file", str(file))
+    assert run.code in (2, 3) and f"{file}:2" in run.err
+
+
+def test_without_vendor_ids_still_work(ids_only: Path) -> None:
+    run = bare(ids_only, "generate", "--tokens", "3,4", "-n", "5")
+    assert run.stdout.decode() == ",".join(map(str, expected([3, 4], 5))) + "\n"
+    refused = bare(ids_only, "generate", "hello")
+    assert refused.returncode == 4
+    assert b"token ids only" in refused.stderr and b"--tokens" in refused.stderr
+
+
+# check, verify, info, bench, run ----------------------------------------------------------------
+
+
+def test_check_passes_and_says_what_fits(artifact: Path, capsys: Any) -> None:
+    run = Run(capsys, artifact, "check", "--json")
+    assert run.code == 0 and run.json["ok"]
+    memory = run.json["memory"]
+    assert memory["weights_bytes"] == 256 and memory["workspace_bytes"] == 4096
+    assert memory["kv_bytes_per_token"] == 4 and memory["largest_context"] == 128
+    assert Run(capsys, artifact, "check", "--max-context", "129").code == 8
+
+
+def test_missing_features_are_refused_by_name_before_weights(
+    artifact: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(capsys, artifact, "check", "--json", mask=["avx2", "fma"])
+    assert run.code == 5 and not run.json["ok"]
+    assert {m["name"] for m in run.json["mismatches"]} == {"avx2", "fma"}
+    monkeypatch.setattr("zerolayer.runtime_stub.container.Artifact.map_weights", None)
+    for command in (["generate", "x"], ["chat"], ["bench"]):
+        refused = Run(capsys, artifact, *command, "--mask-features", "avx2")
+        assert refused.code == 5
+        assert "lacks avx2" in refused.err and "fake-target" in refused.err
+
+
+def test_another_architecture_is_refused(tmp_path: Path, capsys: Any) -> None:
+    target = {"requires": {"arch": "aarch64", "features": ["sve2"]}}
+    path = loader_fake.build(tmp_path / "arm.zla", vendor=False, target=target)
+    run = Run(capsys, path, "generate", "--tokens", "1")
+    assert run.code == 5
+    assert "compiled for aarch64" in run.err and "this host is x86_64" in run.err
+
+
+def test_too_little_memory_is_refused_with_the_breakdown(
+    artifact: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed = 256 + 4096 + RESERVE_BYTES
+
+    def starved(available: int) -> None:
+        monkeypatch.setattr(
+            "zerolayer.runtime_stub.session.host_facts",
+            lambda mask: host_facts(mask, {"memory_available": available}),
+        )
+
+    starved(fixed + 3 * 64 + 5)  # three blocks of 16 positions
+    run = Run(capsys, artifact, "check", "--json")
+    assert run.code == 0 and run.json["memory"]["largest_context"] == 48
+    assert Run(capsys, artifact, "check", "--max-context", "49").code == 8
+    assert Run(capsys, artifact, "generate", "--tokens", "1", "-n", "40").code == 0
+    refused = Run(capsys, artifact, "generate", "--tokens", "1", "-n", "80")
+    assert refused.code == 8
+    assert "context of 81 tokens" in refused.err and "--max-context 48" in refused.err
+    assert (
+        f"weights 256 B + workspace 4 KiB + KV 4 B per token + loader {human(RESERVE_BYTES)}"
+        in (refused.err)
+    )
+    starved(fixed - 1)
+    run = Run(capsys, artifact, "check", "--json")
+    assert run.code == 8 and not run.json["memory"]["fits"]
+
+
+def test_memory_arithmetic() -> None:
+    class Facts:
+        memory_available = RESERVE_BYTES + 1000 + 200 + 7 * 320 + 319
+        memory_total = 1 << 40
+        memory_limit = None
+
+    manifest = {
+        "memory": {"weights_bytes": 1000, "workspace_bytes": 200, "kv_block_size": 32,
+                   "kv_block_bytes": 320},
+        "limits": {"max_context": 100_000},
+    }  # fmt: skip
+    plan = MemoryPlan(manifest, Facts())  # type: ignore[arg-type]
+    assert (plan.largest_blocks, plan.largest_context, plan.kv_per_token) == (7, 224, 10)
+    plan.require(224, "x")
+    with pytest.raises(errors.ResourceError):
+        plan.require(225, "x")
+    for bad in (None, -1, True, "5", 1 << 63):
+        broken = {**manifest, "memory": {**manifest["memory"], "weights_bytes": bad}}
+        with pytest.raises(errors.IntegrityError, match="weights_bytes"):
+            MemoryPlan(broken, Facts())  # type: ignore[arg-type]
+
+
+def test_verify_finds_damage_and_wrong_numbers(artifact: Path, tmp_path: Path, capsys: Any) -> None:
+    good = Run(capsys, artifact, "verify", "--json")
+    assert good.code == 0 and good.json["golden"] == {"cases": 2, "tokens": 16, "steps": 9}
+    data = bytearray(artifact.read_bytes())
+    data[65536 + 100] ^= 1
+    damaged = tmp_path / "damaged.zla"
+    damaged.write_bytes(data)
+    assert Run(capsys, damaged, "verify").code == 6
+    cases = json.loads(loader_fake.golden([1, 2, 3]))
+    cases["cases"][0]["expect_ids"][5] ^= 1
+    wrong = loader_fake.build(
+        tmp_path / "w.zla", vendor=False, members={"golden.json": json.dumps(cases).encode()}
+    )
+    run = Run(capsys, wrong, "verify")
+    assert run.code == 7 and "at token 6" in run.err
+    assert Run(capsys, wrong, "verify", "--hashes-only").code == 0
+    odd = loader_fake.build(tmp_path / "o.zla", vendor=False, members={"golden.json": b"[1]"})
+    assert Run(capsys, odd, "verify").code == 6
+
+
+def test_manifest_and_code_must_agree(tmp_path: Path, capsys: Any) -> None:
+    path = loader_fake.build(tmp_path / "a.zla", vendor=False, memory={"kv_block_bytes": 128})
+    run = Run(capsys, path, "generate", "--tokens", "1")
+    assert run.code == 6 and "kv_block_bytes = 128, the code object 64" in run.err
+
+
+def test_not_an_artifact(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "x.zla"
+    file.write_text("hello")
+    assert Run(capsys, file, "check").code == 3
+    assert Run(capsys, tmp_path / "none.zla", "info").code == 3
+
+
+def test_info_and_help(artifact: Path, capsys: Any) -> None:
+    run = Run(capsys, artifact, "info", "--json")
+    assert run.json["model"]["name"] == "fake" and run.json["members"] > 20
+    for command in COMMANDS:
+        shown = Run(capsys, artifact, command, "--help")
+        assert shown.code == 0 and "--json" in shown.out and "mask" not in shown.out
+
+
+def test_bench_reports_every_part(artifact: Path, capsys: Any) -> None:
+    run = Run(capsys, artifact, "bench", "-p", "40", "-n", "8", "--batch", "2", "--json")
+    assert run.code == 0
+    data = run.json
+    assert data["prefill"]["tokens"] == 40 and data["decode"]["sequences"] == 2
+    assert data["process_start_to_first_token_ms"] > 0
+    calls = {c["call"]: c for c in data["decode_calls"]}
+    assert calls["layers.*.c"]["ns"] == 3000
+    assert calls["layers.*.c"]["bytes"] == 64 + 2 * 8
+    assert calls["layers.*.c"]["gb_per_second"] == round(80 / 3000, 3)
+    assert sum(c["share"] for c in data["decode_calls"]) == pytest.approx(1, abs=1e-3)
+
+
+def test_run_reads_and_writes_arrays(artifact: Path, tmp_path: Path, capsys: Any) -> None:
+    import numpy as np
+
+    np.save(tmp_path / "x.npy", np.arange(5, dtype=np.float32))
+    args = ["run", "--output-dir", str(tmp_path), "--json", "--input"]
+    run = Run(capsys, artifact, *args, f"x={tmp_path}/x.npy")
+    assert run.json["outputs"][0]["shape"] == [5]
+    assert np.load(tmp_path / "y.npy").tolist() == [0, 2, 4, 6, 8]
+    np.save(tmp_path / "long.npy", np.zeros(17, np.float32))
+    assert Run(capsys, artifact, *args, f"x={tmp_path}/long.npy").code == 8
+    np.save(tmp_path / "int.npy", np.zeros(3, np.int32))
+    assert "must be f32" in Run(capsys, artifact, *args, f"x={tmp_path}/int.npy").err
+
+
+# .npy and options -------------------------------------------------------------------------------
+
+
+def test_npy_is_numpys(tmp_path: Path) -> None:
+    import numpy as np
+
+    for dtype in npy.DTYPES.values():
+        for shape in ((), (3,), (2, 0), (2, 3, 1)):
+            values = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+            np.save(tmp_path / "a.npy", values)
+            kind, have, data = npy.read_npy(str(tmp_path / "a.npy"))
+            assert (npy.DTYPES[kind], have, bytes(data)) == (dtype, shape, values.tobytes())
+            npy.write_npy(str(tmp_path / "b.npy"), kind, have, data)
+            again = np.load(tmp_path / "b.npy")
+            assert again.dtype == values.dtype and (again == values).all()
+
+
+@given(st.data())
+def test_npy_damage_is_an_error(data: Any) -> None:
+    header = "{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }".ljust(117) + "\n"
+    good = b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + header.encode() + bytes(8)
+    raw = bytearray(good)
+    for at in data.draw(st.lists(st.integers(0, len(raw) - 1), min_size=1, max_size=4)):
+        raw[at] = data.draw(st.integers(0, 255))
+    raw = raw[: data.draw(st.integers(0, len(raw)))]
+    path = f"/proc/self/fd/{(fd := os.memfd_create('npy'))}"
+    try:
+        os.write(fd, raw)
+        npy.read_npy(path)
+    except errors.InputFileError:
+        pass
+    finally:
+        os.close(fd)
+
+
+def test_sizes() -> None:
+    assert [options.size(t) for t in ("5", "2k", "1.5G", "3MiB", "7b")] == [
+        5, 2048, 3 << 29, 3 << 20, 7]  # fmt: skip
+    for bad in ("", "G", "-1", "1e400", "nan", "0", "inf"):
+        with pytest.raises(ValueError):
+            options.size(bad)
+
+
+# the loader's own rules -------------------------------------------------------------------------
+
+
+def sources() -> list[Path]:
+    return sorted(STUB.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: p.name)
+def test_sources_are_python_3_9_and_standard_library(path: Path) -> None:
+    tree = ast.parse(path.read_text(), feature_version=(3, 9))
+    future = any(isinstance(n, ast.ImportFrom) and n.module == "__future__" for n in tree.body)
+    standard = sys.stdlib_module_names | {"jinja2"}  # vendored, imported when a template is used
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Match)
+        if isinstance(node, ast.Import):
+            assert all(a.name.partition(".")[0] in standard for a in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            assert node.module is not None and node.module.partition(".")[0] in standard
+        elif isinstance(node, ast.Call):
+            strict = any(k.arg == "strict" for k in node.keywords)
+            assert not (isinstance(node.func, ast.Name) and node.func.id == "zip" and strict)
+    assert future or not tree.body, "annotations must not be evaluated in Python 3.9"
+
+
+def test_imports_work_without_site_and_leave_heavy_modules_alone(ids_only: Path) -> None:
+    program = (
+        "import runpy, sys\n"
+        f"sys.argv = ['x', 'check']\n"
+        f"try: runpy.run_path({str(ids_only)!r}, run_name='__main__')\n"
+        "except SystemExit as e: assert e.code == 0, e.code\n"
+        "bad = {'argparse', 'dataclasses', 'inspect', 'jinja2', 'tempfile', 'subprocess'}\n"
+        "print(sorted(bad & set(sys.modules)))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program],
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.stdout.splitlines()[-1] == "[]", run.stderr
+
+
+def test_session_is_closed_after_use(artifact: Path) -> None:
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    with Session(str(artifact)) as session:
+        session.start(2, 1)
+        assert array.array("i", [1]).itemsize == 4
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_before
