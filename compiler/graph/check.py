@@ -66,11 +66,11 @@ def _check_values(graph: ir.Graph, where: str) -> None:
     places: set[str] = set()
     for node in graph:
         if not node.name or node.name in places:
-            raise _fault(where, f"node name {node.name!r} ({node.op_type}) is missing or used twice")
+            raise _fault(where, f"node name {node.name!r} ({node.op_type}) is missing or taken")
         places.add(node.name)
         for used in node.inputs:
             if used is not None and known.get(used.name or "") is not used:
-                raise _fault(where, f"node {node.name} reads {used.name}, which nothing makes before it")
+                raise _fault(where, f"node {node.name} reads {used.name}, not made before it")
         for value in node.outputs:
             define(value, f"node {node.name}")
             if (value.dtype is None or value.shape is None) and value.uses():
@@ -114,7 +114,8 @@ def _check_domain_node(model: ir.Model, node: ir.Node, where: str) -> None:
     for value, (dtype, shape) in zip(node.outputs, typed, strict=True):
         if value.dtype != dtype or _contradict(_static(value), shape):
             raise _fault(
-                where, f"{at}: {value.name} is {value.dtype} {value.shape}, should be {dtype} {shape}"
+                where,
+                f"{at}: {value.name} is {value.dtype} {value.shape}, should be {dtype} {shape}",
             )
 
 
@@ -146,7 +147,9 @@ def _check_inferred(model: ir.Model, where: str) -> None:
         if value is None or value.dtype is None:
             continue
         if tensor.elem_type and int(value.dtype) != tensor.elem_type:
-            raise _fault(where, f"{info.name} is {value.dtype}, onnx infers type {tensor.elem_type}")
+            raise _fault(
+                where, f"{info.name} is {value.dtype}, onnx infers type {tensor.elem_type}"
+            )
         if tensor.HasField("shape"):
             shape = tuple(d.dim_value or None for d in tensor.shape.dim)
             if _contradict(_static(value), shape):

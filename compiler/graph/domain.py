@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import MappingProxyType
-from typing import Union
 
 import onnx_ir as ir
 from zerolayer.runtime_stub.errors import UnsupportedError
@@ -59,11 +58,11 @@ ACTIVATIONS = ("int8", "bf16", "f32")
 VARIANTS = ("qknorm_norope", "qknorm", "norope")
 
 FORMAT_DTYPES: Mapping[str, ir.DataType] = MappingProxyType(
-    {f: UINT8 for f in FORMATS}
+    dict.fromkeys(FORMATS, UINT8)
     | {"F32": FLOAT, "F16": ir.DataType.FLOAT16, "BF16": BFLOAT16}
 )  # fmt: skip
 
-Dim = Union[int, str, None]
+Dim = int | str | None
 Shape = tuple[Dim, ...]
 Typed = tuple[ir.DataType, Shape]
 #: (signature, shapes of the inputs by name, attributes) -> outputs in order
@@ -218,7 +217,9 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
         "LinearAdd": Operator(
             ("A", "weight", "residual", "bias?"), ops.linear_add, _as_linear, (), _W
         ),
-        "GatedLinear": Operator(_GATED, ops.gated_linear, _as_linear, _ACTIVATION, _GATED_WEIGHTS, True),
+        "GatedLinear": Operator(
+            _GATED, ops.gated_linear, _as_linear, _ACTIVATION, _GATED_WEIGHTS, True
+        ),
         "GatedLinearQuantizeInt8": Operator(
             _GATED, ops.gated_linear_quantize, _as_linear_q, _ACTIVATION, _GATED_WEIGHTS, True
         ),
@@ -231,7 +232,6 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-
 
 
 # --- names -------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def op_name(
     return "_".join(part for part in (base, *formats, activations, variant) if part)
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(op_type: str) -> OpSignature:
     """Take a domain operator's name apart.
 
@@ -289,7 +289,7 @@ def _unknown(op_type: str, why: str) -> UnsupportedError:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def input_names(op_type: str) -> tuple[str, ...]:
     """The inputs of an operator in order; an optional one ends in ``?``.  A bundle is expanded:
     ``x`` or ``q, scale, sums``."""
@@ -303,7 +303,7 @@ def input_names(op_type: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-@lru_cache(maxsize=None)
+@cache
 def input_dtype(op_type: str, name: str) -> ir.DataType:
     """The type of an input of an operator."""
     sig = parse(op_type)

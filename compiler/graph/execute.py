@@ -1,6 +1,7 @@
 """Executes a graph, before or after any pass, with onnxruntime: the oracle.
 
-In: an ``onnx_ir.Model`` and numpy feeds.  Out: numpy arrays by value name.  Next file: ``check.py``.
+In: an ``onnx_ir.Model`` and numpy feeds.  Out: numpy arrays by value name.  Next file:
+``feeds.py``.
 
 Weights are never copied into the model that onnxruntime gets: they become inputs, given as numpy
 arrays, so that a model of any size runs.  With ``fold_weights`` (default) a weight is decoded by
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ _SMALL = 16
 
 @dataclass(frozen=True)
 class _Weight:
-    """An initializer as an input: ``format`` is the format to decode from, or empty to pass as is."""
+    """An initializer as an input; ``format`` is what to decode it from, empty to pass it as is."""
 
     value: ir.Value
     format: str
@@ -106,7 +107,7 @@ class _Part:
     outputs: list[str]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _function_proto(op_type: str) -> onnx.FunctionProto:
     return ir.serde.serialize_function(domain.function(op_type))
 

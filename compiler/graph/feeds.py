@@ -24,7 +24,9 @@ def frontend_feeds(tokens: Sequence[int]) -> dict[str, Array]:
 
 def block_size(model: ir.Model) -> int:
     """The KV block size that a step graph was made for."""
-    sizes = {n.attributes["block_size"].as_int() for n in model.graph if "block_size" in n.attributes}
+    sizes = {
+        n.attributes["block_size"].as_int() for n in model.graph if "block_size" in n.attributes
+    }
     if len(sizes) != 1:
         raise InputFileError("not a step graph: no block size", where=model.graph.name or "")
     return sizes.pop()
@@ -77,9 +79,9 @@ def step_feeds(
             feeds[name] = caches[name]
         else:
             assert value.shape is not None
-            columns = value.shape[-1]
-            assert isinstance(columns, int)
-            feeds[name] = np.zeros((slots, columns), np.float32)
+            elements = value.shape[-1]
+            assert isinstance(elements, int)
+            feeds[name] = np.zeros((slots, elements), np.float32)
     return feeds
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -78,17 +78,23 @@ class Val:
 
     def __rshift__(self, other: Operand) -> Val:
         """Logical shift of an unsigned integer."""
-        return self.body.op("BitShift", self, self._other(other), direction="RIGHT", dtype=self.dtype)
+        return self.body.op(
+            "BitShift", self, self._other(other), direction="RIGHT", dtype=self.dtype
+        )
 
     def __lshift__(self, other: Operand) -> Val:
-        return self.body.op("BitShift", self, self._other(other), direction="LEFT", dtype=self.dtype)
+        return self.body.op(
+            "BitShift", self, self._other(other), direction="LEFT", dtype=self.dtype
+        )
 
     def compare(self, op_type: str, other: Operand) -> Val:
         """``Equal``, ``Less``, ``LessOrEqual``, ``Greater`` or ``GreaterOrEqual``."""
         return self.body.op(op_type, self, self._other(other), dtype=BOOL)
 
     def cast(self, dtype: ir.DataType) -> Val:
-        return self if dtype == self.dtype else self.body.op("Cast", self, to=int(dtype), dtype=dtype)
+        return (
+            self if dtype == self.dtype else self.body.op("Cast", self, to=int(dtype), dtype=dtype)
+        )
 
     def reshape(self, *shape: int | Val) -> Val:
         """Dimensions are numbers (0 keeps, -1 infers) or int64 values of shape [1]."""
@@ -113,7 +119,7 @@ class Val:
         return self.body.op("Shape", self, start=axis, dtype=INT64, **ends)
 
 
-Operand = Union[Val, int, float]
+Operand = Val | int | float
 
 
 class Body:
@@ -128,7 +134,9 @@ class Body:
     def __getitem__(self, name: str) -> Val:
         return self.inputs[name]
 
-    def op(self, op_type: str, *inputs: Val | None, dtype: ir.DataType = FLOAT, **attrs: Any) -> Val:
+    def op(
+        self, op_type: str, *inputs: Val | None, dtype: ir.DataType = FLOAT, **attrs: Any
+    ) -> Val:
         """Append a node with one output."""
         node = ir.Node(
             "",

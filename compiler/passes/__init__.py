@@ -16,9 +16,10 @@ from zerolayer.compiler.graph.check import check_graph
 from zerolayer.compiler.graph.dump import dump_graph
 
 from . import activations, edit, fuse, paging, simplify, weights
+from .compare import PassComparison, PassReport
 from .options import PassOptions
 
-__all__ = ["PASSES", "NamedPass", "PassOptions", "run_passes"]
+__all__ = ["PASSES", "NamedPass", "PassOptions", "PassReport", "check_passes", "run_passes"]
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,12 @@ PASSES: tuple[NamedPass, ...] = (
               "anything matches them"),
     NamedPass("rope", simplify.rope, "names rotary tables while the cos and sin chains are whole"),
     NamedPass("head-norm", simplify.head_norm, "needs the reshapes that paging looks through"),
-    NamedPass("softcap", simplify.softcap, "before select-logits, which moves symbols of shapes only"),
-    NamedPass("page-kv", paging.page_kv, "after rope and head-norm, so that q, k, v are [T, ..] rows"),
+    NamedPass("softcap", simplify.softcap, "needs nothing but a clean graph"),
+    NamedPass("page-kv", paging.page_kv, "after rope and head-norm: q, k, v are [T, ..] rows now"),
     NamedPass("select-logits", paging.select_logits, "after page-kv, which makes its row input"),
     NamedPass("linear", simplify.linear, "after all that matches standard layers by name"),
-    NamedPass("quantize-weights", weights.quantize_weights, "on Linear and Embed, whose names carry "
-              "the format; before activations, which depend on it"),
+    NamedPass("quantize-weights", weights.quantize_weights, "on Linear and Embed, whose names "
+              "carry the format; before activations, which depend on it"),
     NamedPass("views", fuse.views, "so that producers and readers of activations meet"),
     NamedPass("quantize-activations", activations.quantize_activations, "when formats are final"),
     NamedPass("fuse-qkv", fuse.fuse_qkv, "before other fusions can take one of q, k, v away"),
@@ -62,12 +63,34 @@ def run_passes(
 ) -> ir.Model:
     """Run every pass over a copy of ``model`` (weights are shared, never copied) and return it.
 
-    ``dump`` is a directory for ``00-frontend.onnx``, ``01-cleanup.onnx`` ..; ``check`` verifies the
-    graph after every pass (``check_graph``); ``progress`` is told each pass's name as it starts.
-    The finished graph is always verified.  Raises UnsupportedError naming the node that a pass
-    cannot express, InputFileError for a graph that is not well formed.
+    The graph is verified after every pass (``check_graph``).  ``dump`` is a directory for
+    ``00-frontend.onnx``, ``01-cleanup.onnx`` ..; ``check`` executes the graph before and after
+    every pass and compares (``compare.py``); ``progress`` is told each pass's name.  Raises
+    UnsupportedError naming the node that a pass cannot express, InputFileError for a graph that is
+    not well formed, NumericsError when a pass changes the numbers.
     """
+    return _run(model, options, dump, check, progress)[0]
+
+
+def check_passes(
+    model: ir.Model, options: PassOptions, *, progress: Callable[[str], None] | None = None
+) -> tuple[PassReport, ...]:
+    """``run_passes`` with ``check`` for its findings: one report per pass."""
+    return tuple(_run(model, options, None, True, progress)[1])
+
+
+def _run(
+    model: ir.Model,
+    options: PassOptions,
+    dump: Path | None,
+    check: bool,
+    progress: Callable[[str], None] | None,
+) -> tuple[ir.Model, list[PassReport]]:
     graph = model.clone()
+    edit.name_nodes(graph)
+    domain.attach_functions(graph)
+    check_graph(graph, after="frontend")
+    comparison = PassComparison(graph) if check else None
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
         dump_graph(graph, dump / "00-frontend.onnx")
@@ -75,11 +98,12 @@ def run_passes(
         if progress is not None:
             progress(step.name)
         apply_pass(graph, step, options)
-        if check or number == len(PASSES):
-            check_graph(graph, after=step.name)
+        check_graph(graph, after=step.name)
         if dump is not None:
             dump_graph(graph, dump / f"{number:02d}-{step.name}.onnx")
-    return graph
+        if comparison is not None:
+            comparison.after(step.name, graph)
+    return graph, comparison.reports if comparison is not None else []
 
 
 def apply_pass(graph: ir.Model, step: NamedPass, options: PassOptions) -> None:

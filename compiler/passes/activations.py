@@ -12,8 +12,8 @@ target has a kernel for is taken; a wider one is never a loss, and the operator'
 | bf16 | bf16, f32 | bf16, f32 | f32 |
 | f32 | f32 | f32 | f32 |
 
-Rounding an activation to bf16 costs no accuracy that BF16 weights have not lost already; F16 and F32
-weights were chosen for more, so their inputs stay float32.
+Rounding an activation to bf16 costs no accuracy that BF16 weights have not lost already; F16 and
+F32 weights were chosen for more, so their inputs stay float32.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def candidates(format: str, asked: str) -> tuple[str, ...]:
 
 
 def quantize_activations(model: ir.Model, options: PassOptions) -> None:
-    """Inputs of linear layers to int8 or bf16; one ``QuantizeInt8`` per value, shared by its readers."""
+    """Inputs of linear layers to int8 or bf16; readers of a value share one ``QuantizeInt8``."""
     quantized: dict[ir.Value, list[ir.Value]] = {}
     for node in list(model.graph):
         if node.domain != domain.DOMAIN:
@@ -85,4 +85,3 @@ def _rewrite(
     graph.insert_before(node, new)
     supersede(node.outputs[0], new.outputs[0])
     return True
-

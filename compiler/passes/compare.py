@@ -1,16 +1,15 @@
 """``--check-passes``: every pass's graph before and after, executed and compared.
 
-In: a frontend's graph and options.  Out: one :class:`PassReport` per pass, or NumericsError naming
-the pass and the first value that moved too far.  Next file: none.
+In: the graph after every pass.  Out: one :class:`PassReport` per pass, or NumericsError naming the
+pass and the first value that moved too far.  Next file: none.
 
-Both graphs run under onnxruntime on the same random inputs.  A decoder's residual stream is compared
-layer by layer as well as its logits; the paged graphs get one sequence whose block table is
-scrambled, so that a wrong slot cannot go unnoticed.
+Both graphs run under onnxruntime on the same random inputs.  A decoder's residual stream is
+compared layer by layer as well as its logits; the paged graphs get one sequence whose block table
+is scrambled, so that a wrong slot cannot go unnoticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +28,6 @@ from zerolayer.compiler.graph.places import residual_taps
 from zerolayer.compiler.graph.tolerances import pass_tolerance
 from zerolayer.runtime_stub.errors import NumericsError, UnsupportedError
 
-from . import PASSES, PassOptions, apply_pass
 from .edit import dims
 from .paging import is_decoder
 
@@ -47,45 +45,42 @@ class PassReport:
     tolerance: float
 
 
-def check_passes(
-    model: ir.Model,
-    options: PassOptions,
-    *,
-    seed: int = 0,
-    progress: Callable[[str], None] | None = None,
-) -> tuple[PassReport, ...]:
-    """Run the pass list with an execution before and after every pass that changes the graph.
+class PassComparison:
+    """Executes the graph it is given after every pass and compares with the one before.
 
-    Takes about one execution of the model per pass.  Raises NumericsError when a pass moves a
-    value further than ``tolerances.py`` allows, InputFileError when it leaves a malformed graph.
+    Takes about one execution of the model per pass that changes something; weights stay decoded up
+    to 1 GiB.  ``reports`` collects what was found.
     """
-    rng = np.random.default_rng(seed)
-    graph = model.clone()
-    inputs = _random_inputs(graph, rng)
-    cache = WeightCache()
-    before, text = _execute(graph, inputs, cache), _text(graph)
-    reports: list[PassReport] = []
-    for step in PASSES:
-        if progress is not None:
-            progress(step.name)
-        precision = _precision(graph)
-        apply_pass(graph, step, options)
-        check_graph(graph, after=step.name, infer=True)
-        new_text = _text(graph)
-        if new_text == text:
-            reports.append(PassReport(step.name, False, 0.0, 0.0))
-            continue
-        text = new_text
-        new = _precision(graph)
-        limit = pass_tolerance(new[0] - precision[0], new[1] - precision[1])
-        after = _execute(graph, inputs, cache)
-        reports.append(PassReport(step.name, True, _compare(step.name, before, after, limit), limit))
-        before = after
-    return tuple(reports)
+
+    def __init__(self, model: ir.Model, seed: int = 0) -> None:
+        self.reports: list[PassReport] = []
+        self._cache = WeightCache()
+        self._inputs = _random_inputs(model, np.random.default_rng(seed))
+        self._before = _execute(model, self._inputs, self._cache)
+        self._text = _text(model)
+        self._precision = _precision(model)
+
+    def after(self, step: str, model: ir.Model) -> PassReport:
+        """Compare.  Raises NumericsError when a value moved further than ``tolerances.py`` allows,
+        InputFileError when onnx's own shape inference disagrees with the graph."""
+        check_graph(model, after=step, infer=True)
+        text, precision = _text(model), _precision(model)
+        report = PassReport(step, False, 0.0, 0.0)
+        if text != self._text:
+            limit = pass_tolerance(
+                precision[0] - self._precision[0], precision[1] - self._precision[1]
+            )
+            found = _execute(model, self._inputs, self._cache)
+            report = PassReport(step, True, _compare(step, self._before, found, limit), limit)
+            self._before = found
+        self._text, self._precision = text, precision
+        self.reports.append(report)
+        return report
 
 
 def _text(graph: ir.Model) -> bytes:
-    return graph_without_weights(graph).SerializeToString(deterministic=True)
+    text: bytes = graph_without_weights(graph).SerializeToString(deterministic=True)
+    return text
 
 
 def _precision(model: ir.Model) -> tuple[set[str], set[str]]:
@@ -123,9 +118,7 @@ def _random_inputs(model: ir.Model, rng: np.random.Generator) -> dict[str, Array
     return feeds
 
 
-def _execute(
-    model: ir.Model, inputs: dict[str, Array], cache: WeightCache
-) -> dict[str, Array]:
+def _execute(model: ir.Model, inputs: dict[str, Array], cache: WeightCache) -> dict[str, Array]:
     """Residual taps by position and outputs by name, whichever graph this is."""
     if not is_decoder(model):
         return run(model, inputs)
@@ -143,9 +136,7 @@ def _execute(
     return taps | {n: result[n] for n in names if not n.startswith(caches)}
 
 
-def _compare(
-    step: str, before: dict[str, Array], after: dict[str, Array], limit: float
-) -> float:
+def _compare(step: str, before: dict[str, Array], after: dict[str, Array], limit: float) -> float:
     worst = 0.0
     for name, expected in before.items():
         found = after.get(name)
@@ -154,7 +145,7 @@ def _compare(
         error = _relative(found, expected)
         if not error <= limit:
             raise NumericsError(
-                f"pass {step} moves {name} by {error:.3g} relative to its norm, the limit is {limit:g}",
+                f"pass {step} moves {name} by {error:.3g} of its norm, the limit is {limit:g}",
                 where="--check-passes",
                 next_step="a pass is wrong for this graph: report it with --dump's files",
             )
@@ -166,5 +157,3 @@ def _relative(found: Array, expected: Array) -> float:
     difference = found.astype(np.float64) - expected.astype(np.float64)
     norm = float(np.linalg.norm(expected.astype(np.float64)))
     return float(np.linalg.norm(difference)) / (norm or 1.0)
-
-

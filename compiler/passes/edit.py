@@ -10,13 +10,12 @@ the value that it replaces, so that errors, dumps and taps keep pointing at the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Union
 
 import numpy as np
 import onnx_ir as ir
 from zerolayer.compiler.graph import domain
 
-Attribute = Union[int, float, str]
+Attribute = int | float | str
 
 VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Identity"})
 
@@ -39,8 +38,7 @@ def domain_producer(value: ir.Value | None, *bases: str) -> ir.Node | None:
 
 def only_consumer(value: ir.Value) -> ir.Node | None:
     """The one node that reads ``value``; None when there are several reads or it is an output."""
-    uses = value.uses()
-    return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
+    return next(iter(value.uses())).node if used_once(value) else None
 
 
 def used_once(value: ir.Value) -> bool:
@@ -111,9 +109,7 @@ def new_node(
         for k, v in attributes.items()
     ]
     version = domain.DOMAIN_VERSION if op_domain == domain.DOMAIN else None
-    return ir.Node(
-        op_domain, op_type, kept, attrs, outputs=outputs, name=place, version=version
-    )
+    return ir.Node(op_domain, op_type, kept, attrs, outputs=outputs, name=place, version=version)
 
 
 def value_like(name: str, dtype: ir.DataType, shape: Sequence[int | str | None]) -> ir.Value:
@@ -195,8 +191,22 @@ def constant(model: ir.Model, values: Sequence[int]) -> ir.Value:
     return found
 
 
+def name_nodes(model: ir.Model) -> None:
+    """Give every node a unique name: its place in errors.  Imported graphs may have none."""
+    taken: set[str] = set()
+    for node in model.graph:
+        base = node.name or (node.outputs[0].name if node.outputs else "") or node.op_type
+        name, n = base, 1
+        while name in taken:
+            n += 1
+            name = f"{base}#{n}"
+        taken.add(name)
+        node.name = name
+
+
 def sweep(model: ir.Model) -> None:
-    """Remove nodes and initializers that nothing reads (onnx_ir's pass walks every body as well)."""
+    """Remove nodes and initializers that nothing reads.  (onnx_ir's pass also walks every function
+    body, every time.)"""
     graph = model.graph
     for node in reversed(graph):
         if not any(v.uses() or v.is_graph_output() for v in node.outputs):

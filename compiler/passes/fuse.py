@@ -36,7 +36,7 @@ from .options import PassOptions, supported
 
 
 def views(model: ir.Model, options: PassOptions) -> None:
-    """A view that gives back the shape it started from is dropped: ``Squeeze(Unsqueeze(x))`` -> x."""
+    """A view that gives back the shape it started from goes: ``Squeeze(Unsqueeze(x))`` -> x."""
     for node in list(model.graph):
         out = node.outputs[0]
         if node.domain or node.op_type not in VIEWS or out.is_graph_output():
@@ -139,9 +139,7 @@ def _fuse_qkv(attention: ir.Node, options: PassOptions) -> None:
     }
     place = f"{(attention.name or '').rpartition('.')[0]}.qkv"
     new = domain_node(op_type, inputs, attributes, place)
-    pairs = list(
-        zip((roles["q"], roles["k_cache"], roles["v_cache"]), new.outputs, strict=True)
-    )
+    pairs = list(zip((roles["q"], roles["k_cache"], roles["v_cache"]), new.outputs, strict=True))
     if supported(new, options):
         assert attention.graph is not None
         attention.graph.insert_before(attention, new)
@@ -172,7 +170,9 @@ def _activation(node: ir.Node) -> str | None:
     if node.op_type == "Swish":
         return "silu" if number(node, "alpha", 1.0) == 1.0 else None
     if node.op_type == "Gelu":
-        return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(attribute(node, "approximate", "none")))
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(
+            str(attribute(node, "approximate", "none"))
+        )
     return "relu" if node.op_type == "Relu" else None
 
 

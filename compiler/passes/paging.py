@@ -1,7 +1,7 @@
 """Passes that turn the single-sequence graph into the step over a ragged batch with a paged cache.
 
 In: a decoder's graph with inputs ``tokens`` and ``positions``.  Out: the step graph of
-``docs/architecture.md``, with inputs ``seq_starts``, ``block_table``, ``logit_rows`` and the caches.
+``docs/architecture.md``: inputs ``seq_starts``, ``block_table``, ``logit_rows`` and the caches.
 Graphs that are not decoders pass through unchanged.  Next file: ``weights.py``.
 """
 
@@ -12,6 +12,7 @@ from zerolayer.compiler.graph.places import layer_of, residual_taps
 from zerolayer.runtime_stub.errors import UnsupportedError
 
 from .edit import (
+    Attribute,
     constant,
     dims,
     domain_node,
@@ -79,7 +80,11 @@ def _page(
     caches: list[ir.Value] = []
     for role, x in (("k", k), ("v", v)):
         cache = _input(model, f"{role}_cache.{layer}", FLOAT, ["slots", width])
-        attrs = {"block_size": options.block_size, "role": role, "kv_num_heads": kv_heads}
+        attrs: dict[str, Attribute] = {
+            "block_size": options.block_size,
+            "role": role,
+            "kv_num_heads": kv_heads,
+        }
         at = f"{place.rpartition('.')[0]}.{role}_cache"
         write = domain_node("CacheWrite", [cache, x, *step], attrs, at)
         write.outputs[0].name = f"{role}_cache.{layer}.out"
@@ -87,7 +92,7 @@ def _page(
         graph.outputs.append(write.outputs[0])
         caches.append(write.outputs[0])
     scale = number(node, "scale") or float(width // kv_heads) ** -0.5
-    attributes: dict[str, int | float | str] = {
+    attributes: dict[str, Attribute] = {
         "num_heads": heads,
         "kv_num_heads": kv_heads,
         "scale": scale,

@@ -7,7 +7,6 @@ In: a frontend's graph in standard operators.  Out: the same values through the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
@@ -16,7 +15,6 @@ from zerolayer.compiler.graph import domain
 from zerolayer.compiler.graph.execute import dequantize_tensor
 
 from .edit import (
-    attribute,
     constant,
     dims,
     domain_node,
@@ -39,7 +37,7 @@ PLAIN_FORMATS = {FLOAT: "F32", ir.DataType.FLOAT16: "F16", ir.DataType.BFLOAT16:
 
 
 def cleanup(model: ir.Model, options: PassOptions) -> None:
-    """onnx_ir's own clean-up: constants to initializers, no identities, no duplicates, no dead nodes."""
+    """onnx_ir's own clean-up: constants to initializers; identities, duplicates, dead nodes go."""
     common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     common_passes.IdentityEliminationPass()(model)
     common_passes.CommonSubexpressionEliminationPass()(model)
@@ -320,7 +318,3 @@ def softcap(model: ir.Model, options: PassOptions) -> None:
             continue
         new = domain_node("Softcap", [before.inputs[0]], {"cap": cap}, after.name or "")
         replace(after, new, [(after.outputs[0], new.outputs[0])])
-
-
-Pass = Callable[[ir.Model, PassOptions], None]
-__all__ = ["Pass", "attribute", "cleanup", "float_vectors", "head_norm", "linear", "rope", "softcap"]
