@@ -54,7 +54,8 @@ def test_interface_places_and_provenance() -> None:
     model = build_decoder(EVERYTHING, plain(EVERYTHING), "tiny")
     graph = model.graph
     assert model.opset_imports == {"": OPSET}
-    assert [(v.name, v.dtype, list(v.shape or ())) for v in graph.inputs] == [
+    described: list[Any] = [(v.name, v.dtype, list(v.shape or ())) for v in graph.inputs]
+    assert described == [
         ("tokens", ir.DataType.INT64, ["T"]),
         ("positions", ir.DataType.INT64, ["T"]),
     ]
