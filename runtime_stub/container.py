@@ -47,29 +47,13 @@ from .layout import (
     local_fields,
     name_problem,
     parse_json,
+    shape_problem,
 )
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn, Optional
-
-#: what a key holds when it is there; the loader checks what it needs of the rest
-_KINDS: dict[str, tuple[type, ...]] = {
-    "model": (dict,),
-    "target": (dict,),
-    "code": (dict,),
-    "limits": (dict,),
-    "memory": (dict,),
-    "entry_points": (list,),
-    "buffers": (list,),
-    "kernels": (list,),
-    "numerics": (dict,),
-    "roofline": (dict,),
-    "tokenizer": (dict, type(None)),
-    "golden": (str, type(None)),
-    "tools": (dict,),
-}
 
 
 # -- the open artifact -----------------------------------------------------------------------------
@@ -372,12 +356,9 @@ class Artifact:
             self._damaged("the header page does not match its SHA-256 in the manifest")
         if b"\0" in text.rstrip(b"\0"):
             self._damaged("the header page has bytes behind its zero padding")
-        for key, kinds in _KINDS.items():
-            if key in manifest and not isinstance(manifest[key], kinds):
-                self._damaged(f"{MANIFEST}: {key} is not of type {kinds[0].__name__}")
-        for key in ("entry_points", "buffers", "kernels"):
-            if not all(isinstance(x, dict) for x in manifest.get(key, ())):
-                self._damaged(f"{MANIFEST}: {key} holds something that is not an object")
+        problem = shape_problem(manifest)
+        if problem:
+            self._damaged(f"{MANIFEST}: {problem}")
         self._check_files(manifest)
         self._check_weights(self._object(manifest, "weights", MANIFEST))
         return manifest

@@ -175,3 +175,47 @@ def parse_json(raw: bytes, limit: int = MAX_MANIFEST_BYTES) -> Any:
         object_pairs_hook=_unique,
         parse_constant=_no_constant,
     )
+
+
+#: what a key of the manifest holds when it is there: the loader reads these without asking again
+_KINDS: dict[str, tuple[type, ...]] = {
+    "model": (dict,),
+    "model.vocab_size": (int,),
+    "target": (dict,),
+    "target.name": (str,),
+    "target.requires": (dict,),
+    "target.requires.features": (list,),
+    "code": (dict,),
+    "limits": (dict,),
+    "memory": (dict,),
+    "entry_points": (list,),
+    "buffers": (list,),
+    "kernels": (list,),
+    "numerics": (dict,),
+    "roofline": (dict,),
+    "tokenizer": (dict, type(None)),
+    "golden": (str, type(None)),
+    "tools": (dict,),
+}
+_ELEMENTS = {
+    "entry_points": dict,
+    "buffers": dict,
+    "kernels": dict,
+    "target.requires.features": str,
+}
+
+
+def shape_problem(manifest: dict[str, Any]) -> Optional[str]:
+    """What is wrong with the types in ``manifest``; None when nothing is."""
+    for path, kinds in _KINDS.items():
+        value: Any = manifest
+        for key in path.split("."):
+            value = value.get(key, _KINDS) if isinstance(value, dict) else _KINDS
+        if value is _KINDS:
+            continue  # not there
+        if type(value) not in kinds:
+            return f"{path} is not of type {kinds[0].__name__}"
+        element = _ELEMENTS.get(path)
+        if element is not None and not all(type(item) is element for item in value):
+            return f"{path} holds something that is not of type {element.__name__}"
+    return None

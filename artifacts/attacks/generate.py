@@ -288,6 +288,13 @@ def attacks() -> dict[str, tuple[bytes, int, str, str]]:
         "entry-points-numbers.zla": (
             build(lambda m: m.update(entry_points=[1])), INTEGRITY, "open", "entry_points holds",
         ),
+        "features-list.zla": (
+            build(lambda m: m.update(target={"requires": {"features": [["avx"]]}})),
+            INTEGRITY, "open", "features holds",
+        ),
+        "vocab-text.zla": (
+            build(lambda m: m.update(model={"vocab_size": "9"})), INTEGRITY, "open", "vocab_size",
+        ),
         "unlisted-member.zla": (
             build(lambda m: m["files"].pop()), INTEGRITY, "open", "not the ZIP's members",
         ),
