@@ -107,6 +107,11 @@ RECORD = {
 
 ROOFLINE = {
     "tokens_per_second": 12.5,
+    "tokens": 1,
+    "context": 0,
+    "ns": 80_000,
+    "weight_bytes": 1024,
+    "prefill": {"tokens_per_second": 99.5, "tokens": 512, "ns": 5},
     "injected": {"facts": [{"name": "peak", "value": 3, "unit": "GB/s", "source": "s"}]},
     "calls": [
         {"name": "a", "row": "r", "flops": 10, "bytes": 2048, "ns": 30.0, "bound": "memory"},
@@ -167,7 +172,7 @@ def _inputs(**changes: Any) -> ManifestInputs:
         quantization=(TensorQuantization("w", ("blk.0.down",), ("Q4_1",), "Q4_1", "packed"),),
         numerics={"status": "passed", "top1": 1.0},
         vendor=collect_vendor("x86_64").packages,
-        licenses=("licenses/model/LICENSE",),
+        licenses=("LICENSE",),
         golden=True,
     )  # fmt: skip
     return replace(found, **changes)
@@ -417,7 +422,8 @@ def test_inspect_views(tmp_path: Path) -> None:
              "bound": "compute"},
         ]  # fmt: skip
         shown = _shown(artifact, "roofline")
-        assert "█" in shown and "75.0%" in shown and "GB/s" in shown
+        for part in ("█", "75.0%", "GB/s", "80.0", "prefill", "99.5"):
+            assert part in shown
         assert "22.5 KiB" in _shown(artifact, "kernels")
         assert "2,048 tokens" in _shown(artifact, "memory")
     assert inspect.verify_file(out).as_dict()["status"] == "ok"

@@ -192,11 +192,21 @@ def memory(artifact: Artifact) -> dict[str, Any]:
 
 
 def roofline(artifact: Artifact) -> dict[str, Any]:
-    """The prediction that the compiler wrote down: its total, the facts it used, and per kernel the
-    calls, flops, bytes, nanoseconds, share of the time and what binds most of it."""
-    data = dict(_mapping(artifact.manifest, "roofline"))
-    used = _mapping(data, "injected")
-    data["facts"] = [dict(f) for f in _rows(used, "facts")]
+    """The prediction that the compiler wrote down: its totals per phase, the facts it used, and per
+    kernel of the first phase the calls, flops, bytes, nanoseconds, share of the time and what binds
+    most of it."""
+    recorded = _mapping(artifact.manifest, "roofline")
+    phases = {"one token": recorded, **{k: v for k, v in recorded.items() if isinstance(v, dict)}}
+    keys = ("tokens", "context", "ns", "tokens_per_second", "weight_bytes")
+    data: dict[str, Any] = {
+        "phases": [
+            {"phase": name, **{k: phase.get(k) for k in keys}}
+            for name, phase in phases.items()
+            if "tokens_per_second" in phase
+        ],
+        "facts": [dict(f) for f in _rows(_mapping(recorded, "injected"), "facts")],
+        "calls": _rows(recorded, "calls"),
+    }
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for call in _rows(data, "calls"):
         groups.setdefault(str(call.get("row")), []).append(call)
@@ -205,7 +215,6 @@ def roofline(artifact: Artifact) -> dict[str, Any]:
         (_predicted(row, calls, total) for row, calls in groups.items()),
         key=lambda r: (-r["ns"], r["kernel"]),
     )
-    data.pop("injected", None)
     return data
 
 

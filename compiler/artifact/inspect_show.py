@@ -109,7 +109,16 @@ def _memory(data: Mapping[str, Any]) -> Group:
 
 
 def _roofline(data: Mapping[str, Any]) -> Group:
-    single = {k: v for k, v in data.items() if not isinstance(v, list | dict)}
+    phases = _table(
+        ("phase", "tokens", "context", "us", "tokens/s", "weights"), right=(1, 2, 3, 4, 5)
+    )
+    for r in data["phases"]:
+        weights = r["weight_bytes"]
+        _add(
+            phases, r["phase"], r["tokens"], r["context"],
+            f"{r['ns'] / 1000:,.1f}" if isinstance(r["ns"], int | float) else None,
+            r["tokens_per_second"], size(weights) if isinstance(weights, int) else None,
+        )  # fmt: skip
     facts = _table(("fact", "value", "unit", "source"), right=(1,))
     for f in data["facts"]:
         _add(facts, f.get("name"), f.get("value"), f.get("unit"), f.get("source"))
@@ -122,7 +131,7 @@ def _roofline(data: Mapping[str, Any]) -> Group:
             table, r["kernel"], r["calls"], f"{r['flops']:,}", size(r["bytes"]),
             f"{r['ns'] / 1000:.2f}", f"{r['share']:.1%}", r["bound"], bar(r["ns"], largest),
         )  # fmt: skip
-    return Group(_pairs(single), facts, table)
+    return Group(phases, facts, table)
 
 
 def _table(columns: Sequence[str], right: Iterable[int] = ()) -> Table:

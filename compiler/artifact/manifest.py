@@ -45,7 +45,7 @@ class ManifestInputs:
     ``roofline`` one row per call, ``numerics`` the gate's report or None when it was not run,
     ``options`` what the user asked for, ``tools`` name -> version.  ``code`` is the member that the
     loader opens, ``code_extra`` what the family adds about it.  ``golden`` says whether
-    ``golden.json`` is a member; ``licenses`` are the model's licence members.
+    ``golden.json`` is a member; ``licenses`` are names under ``licenses/model/``.
     """
 
     name: str
@@ -117,7 +117,7 @@ def _model(inputs: ManifestInputs) -> dict[str, Any]:
         "hidden_size": program.hidden_size,
         "n_layers": program.n_layers,
         "config": dataclasses.asdict(inputs.config) if inputs.config else None,
-        "licenses": list(inputs.licenses),
+        "licenses": [f"licenses/model/{name}" for name in inputs.licenses],
     }
 
 
