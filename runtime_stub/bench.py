@@ -122,6 +122,9 @@ def run_bench(session: Session, values: Values, as_json: bool) -> dict[str, Any]
             "ms_per_step": round(decode / n_new * 1e3, 4),
             "tokens_per_second": round(batch * n_new / decode, 2),
         },
+        "predicted_decode_tokens_per_second": (session.manifest.get("roofline") or {}).get(
+            "tokens_per_second"
+        ),
         "decode_calls": _calls(
             session, calls, _timed_decode(runner, token, n_prompt, batch), batch
         ),
@@ -185,20 +188,21 @@ def _timed_prefill(runner: _Runner, ids: array[int]) -> list[int]:
 
 
 def _predicted(session: Session) -> dict[str, float]:
-    """Predicted nanoseconds of a decode step by call name, where the manifest has them."""
+    """Nanoseconds of each call of a one-token step, as predicted from the target's facts: all of
+    the target's cores and bandwidth, whatever this host has."""
     rows = (session.manifest.get("roofline") or {}).get("calls") or []
-    out = {}
-    for row in rows:
-        if isinstance(row, dict) and isinstance(row.get("predicted_ns"), (int, float)):
-            out[str(row.get("name"))] = float(row["predicted_ns"])
-    return out
+    return {
+        str(row["name"]): float(row["ns"])
+        for row in rows
+        if isinstance(row, dict) and "name" in row and isinstance(row.get("ns"), (int, float))
+    }
 
 
 def _calls(
     session: Session, calls: list[dict[str, Any]], times: list[int], rows: int
 ) -> list[dict[str, Any]]:
     """Calls grouped over layers: time, share, bytes, bandwidth, part of the predicted speed."""
-    predicted = _predicted(session) if rows == 1 else {}
+    predicted = _predicted(session) if rows == 1 else {}  # the prediction is for one token
     groups: dict[str, dict[str, Any]] = {}
     for call, ns in zip(calls, times):  # noqa: B905 (Python 3.9)
         layer = call.get("layer")

@@ -6,7 +6,8 @@ In: :class:`HostFacts` and the manifest's ``target`` (``name`` and ``requires``)
 Keys of ``requires``: ``arch`` (``x86_64``, ``aarch64``), ``system`` (``Linux``), ``features`` (LLVM
 names, all needed), ``sve_vector_bits`` (exact: the code was compiled for one length),
 ``max_page_size`` (bytes: sections of the file are aligned to it), ``min_page_size``, ``min_glibc``
-(``2.17``).  A key that this loader does not know is a mismatch: a requirement is never skipped.
+(``2.17``), ``limits`` (least values of facts by name: ``cores``, ``memory_bytes``).  A key that
+this loader does not know is a mismatch: a requirement is never skipped.
 """
 
 from __future__ import annotations
@@ -72,6 +73,13 @@ def _compare_one(key: str, need: object, facts: HostFacts) -> list[Mismatch]:
         name, _, version = facts.libc.partition(" ")
         ok = name == "glibc" and _version(version) >= _version(need)
         return [] if ok else [Mismatch("libc", f"glibc >= {need}", facts.libc)]
+    if key == "limits" and isinstance(need, dict):
+        have_of = {"cores": facts.cpus_online, "memory_bytes": facts.memory_total}
+        return [
+            Mismatch(name, f">= {least}", str(have_of.get(name, "not known to this loader")))
+            for name, least in need.items()
+            if not (isinstance(least, (int, float)) and have_of.get(name, -1) >= least)
+        ]
     return [Mismatch(key, str(need), "not known to this loader")]
 
 

@@ -129,6 +129,16 @@ def test_streaming_and_prompt_from_stdin(artifact: Path) -> None:
     assert run.stdout.decode() == text + "\n"
 
 
+def settle(pid: int) -> None:
+    """Waits until a process has used no CPU time for half a second."""
+    last, still = "", 0
+    while still < 5:
+        time.sleep(0.1)
+        now = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11]
+        still = still + 1 if now == last and int(now) > 0 else 0
+        last = now
+
+
 def test_interrupt_is_130_and_quiet(artifact: Path) -> None:
     command = [sys.executable, "-I", "-S", str(artifact), "chat"]
     with subprocess.Popen(
@@ -138,7 +148,17 @@ def test_interrupt_is_130_and_quiet(artifact: Path) -> None:
         process.stdin.write(b"a\n")
         process.stdin.flush()
         process.stdout.readline()  # the first answer: it waits for the next message now
-        time.sleep(0.2)
+        settle(process.pid)
+        process.send_signal(signal.SIGINT)
+        _out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+
+
+def test_interrupt_while_generating(artifact: Path) -> None:
+    command = [sys.executable, "-I", "-S", str(artifact), "generate", "-", "--raw"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        settle(process.pid)  # it waits for the prompt
         process.send_signal(signal.SIGINT)
         _out, err = process.communicate(timeout=30)
     assert process.returncode == 130
@@ -421,6 +441,9 @@ def test_bench_reports_every_part(artifact: Path, capsys: Any) -> None:
     assert calls["layers.*.c"]["bytes"] == 64 + 2 * 8
     assert calls["layers.*.c"]["gb_per_second"] == round(80 / 3000, 3)
     assert sum(c["share"] for c in data["decode_calls"]) == pytest.approx(1, abs=1e-3)
+    one = Run(capsys, artifact, "bench", "-n", "4", "--json").json
+    percent = {c["call"]: c["percent_of_roofline"] for c in one["decode_calls"]}
+    assert percent == {"layers.*.c": 25.0, "layers.*.b": None, "layers.*.a": None}
 
 
 def test_run_reads_and_writes_arrays(artifact: Path, tmp_path: Path, capsys: Any) -> None:

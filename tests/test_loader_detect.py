@@ -138,6 +138,10 @@ def test_requirements_one_by_one() -> None:
     assert names(max_page_size=4096) == [("page size", "<= 4096 bytes", "65536 bytes")]
     assert names(min_glibc="2.34") == [("libc", "glibc >= 2.34", "glibc 2.28")]
     assert names(quantum_bits=3) == [("quantum_bits", "3", "not known to this loader")]
+    here = facts.cpus_online
+    assert names(limits={"cores": here}) == []
+    assert names(limits={"cores": here + 1}) == [("cores", f">= {here + 1}", str(here))]
+    assert names(limits={"lanes": 1}) == [("lanes", ">= 1", "not known to this loader")]
     musl = host_facts(overrides={"libc": "unknown"})
     assert [m.name for m in compare({"min_glibc": "2.17"}, musl)] == ["libc"]
 
