@@ -183,7 +183,8 @@ class _PartBuilder:
             sig = domain.parse(op_type)
             names = [n.rstrip("?") for n in domain.input_names(op_type)]
             at = [names.index(w) for w in domain.OPERATORS[sig.base].weights]
-            if self.fold and sig.base not in ("Embed", "Dequantize"):
+            stored = all((v := node.inputs[i]) is not None and v.is_initializer() for i in at)
+            if self.fold and stored and sig.base not in ("Embed", "Dequantize"):
                 formats = dict(zip(at, sig.formats, strict=True))
                 plain = ["F32"] * len(at)
                 op_type = domain.op_name(sig.base, plain, sig.activations, sig.variant)
