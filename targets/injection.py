@@ -143,7 +143,8 @@ class Injection:
     def note(self) -> bytes:
         """The records as the bytes that the binary carries."""
         document = {"target": self._target.name, "kernels": self.records()}
-        return json.dumps(document, sort_keys=True, separators=(",", ":")).encode("ascii")
+        text = json.dumps(document, sort_keys=True, separators=(",", ":")).encode("ascii")
+        return text + b" " * (-(len(text) + 1) % 4)  # with the string's zero byte, a multiple of 4
 
 
 def read_note(so_bytes: bytes, name: str = "shared object") -> dict[str, object]:

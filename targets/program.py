@@ -23,7 +23,8 @@ class BufferKind(str, Enum):
     ACTIVATION = "activation"  # offset into the workspace, chosen by the memory plan
     KV = "kv"  # offset inside one KV block; the block id is added at run time
     INPUT = "input"  # pointer given by the caller, row-major
-    OUTPUT = "output"  # pointer given by the caller, row-major
+    OUTPUT = "output"  # pointer given by the caller, row-major; a step's also has a place in the
+    # workspace, for a caller who passes none
 
 
 #: bytes per element; packed weights have dtype "u8" and one dimension (their size in bytes)
@@ -55,6 +56,10 @@ class Buffer:
 @dataclass(frozen=True)
 class KernelCall:
     """One kernel launch.
+
+    ``flops`` and ``activation_bytes`` are per row; an attention's flops are per row and position of
+    context, and the KV that it reads is not in its bytes.  Neither is what a cache level holds:
+    ``roofline.py`` decides what reaches memory.
 
     ``op`` is the graph operator, ``row`` the id of the kernel-table row that implements it.
     ``inputs`` / ``outputs`` are buffer names in the operator's order, ``None`` for an absent
@@ -105,6 +110,9 @@ class KvLayout:
 @dataclass(frozen=True)
 class Program:
     """Everything a family needs to build binaries.  ``workspace_bytes`` is set by the memory plan.
+
+    ``bounds`` lists plain symbols in order of appearance and then derived ones, whose names say
+    how: ``S+1``, ``batch*seq``.  The ``dims`` of ``zl_run`` are the plain ones, in this order.
 
     ``fusion`` is the fusion level: ``conservative`` and ``balanced`` fork and join the thread team
     (or launch) once per call; ``aggressive`` keeps one team through the whole entry point.

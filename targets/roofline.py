@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from .facts import Target
 from .injection import Injector
-from .program import EntryPoint, KernelCall, Program
+from .program import BufferKind, EntryPoint, KernelCall, Program
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,20 @@ def _rows(program: Program, call: KernelCall, tokens: int, sequences: int) -> in
     return program.bound(call.rows)
 
 
+def _positions(call: KernelCall, context: int) -> int:
+    """Positions that one row attends to."""
+    window = dict(call.constants).get("window", 0)
+    return max(min(context, window) if isinstance(window, int) and window else context, 1)
+
+
+def _kv_bytes(program: Program, call: KernelCall) -> int:
+    """Bytes of keys and values that one position of context costs an attention call."""
+    if program.kv is None:
+        return 0
+    caches = (b for b in program.buffers if b.kind is BufferKind.KV and b.name in call.inputs)
+    return sum(b.nbytes // program.kv.block_size for b in caches)
+
+
 def predict(
     program: Program, target: Target, *, tokens: int = 1, context: int = 0, sequences: int = 1
 ) -> Prediction:
@@ -139,9 +153,10 @@ def predict(
         flops, moved = call.flops * rows, call.weight_bytes
         activations = call.activation_bytes * rows
         if call.op.startswith("PagedAttention"):
-            flops *= max(context, 1)
+            seen = _positions(call, context)
+            flops *= seen
             # a sequence's keys and values are read once for all its tokens of the step
-            moved += call.activation_bytes * max(context, 1) * sequences
+            moved += _kv_bytes(program, call) * seen * sequences
         elif call.op == "Embed" or activations > rates.cache:
             moved += activations
         by_memory, by_compute = moved / rates.bytes, flops / rates.ops[_kind(call)]

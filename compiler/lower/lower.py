@@ -324,14 +324,18 @@ class _Lowering:
         rows: Dim,
         weights: Mapping[str, Buffer | None],
     ) -> int:
-        """Bytes read and written per row; attention's KV bytes are per row and position."""
+        """Bytes read and written per row, without the KV that attention reads: that is per
+        position."""
         if call.op == "Embed":
             weight = weights["weight"]
             assert weight is not None
             out = self.buffers[outputs[0]]
             return weight.nbytes // weight.logical_shape[0] + self._per_row(out, rows)
         names = {n for n in (*inputs, *outputs) if n is not None and n in self.buffers}
-        return sum(self._per_row(self.buffers[n], rows) for n in names)
+        moved = [self.buffers[n] for n in names]
+        if call.op.startswith("PagedAttention"):
+            moved = [b for b in moved if b.kind is not BufferKind.KV]
+        return sum(self._per_row(b, rows) for b in moved)
 
     def _per_row(self, buffer: Buffer, rows: Dim) -> int:
         if buffer.kind is BufferKind.KV:

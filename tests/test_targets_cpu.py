@@ -1,0 +1,402 @@
+"""The CPU family's builds: the same bytes everywhere, what a host may load, and right results."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from program_cases import (
+    LIMITS,
+    TINY,
+    engine,
+    packed_weights,
+    small,
+    step_program,
+    tiny_decoder,
+    zig_cache,
+)
+from zerolayer.compiler.graph.execute import Executable
+from zerolayer.compiler.lower import LowerOptions, lower
+from zerolayer.compiler.memory import check_plan, plan
+from zerolayer.runtime_stub import driver_cpu
+from zerolayer.runtime_stub.errors import UnsupportedError
+from zerolayer.runtime_stub.step import SamplingParams, StepBatch
+from zerolayer.targets import cpu, cpu_compile, cpu_rows, families, formats, roofline
+from zerolayer.targets.elf import read_shared_object
+from zerolayer.targets.facts import Target, load_target, resolve_host
+from zerolayer.targets.injection import read_note
+from zerolayer.targets.program import BufferKind, Program
+
+HOST = small(resolve_host())
+GREEDY = (SamplingParams(), 0, array("i"))
+
+Built = tuple[ir.Model, Program, families.Binaries]
+
+
+def build(activations: str, fusion: str, target: Target = HOST) -> Built:
+    graph, program = step_program(tiny_decoder(), target, activations, fusion)
+    return graph, program, cpu.build(program, target, work_dir=zig_cache())
+
+
+@pytest.fixture(scope="module")
+def f32() -> Built:
+    return build("f32", "balanced")
+
+
+@pytest.fixture(scope="module")
+def aggressive() -> Built:
+    return build("int8", "aggressive")
+
+
+# --- the build ----------------------------------------------------------------------------------
+
+
+def test_same_bytes_in_another_folder(f32: Built, tmp_path: Path) -> None:
+    again = cpu.build(f32[1], HOST, work_dir=tmp_path / "elsewhere")
+    assert again.files == f32[2].files
+    text = f32[2].files[f32[2].entry]
+    for trace in (b"/tmp", b"/home", b"module.c", str(Path.cwd()).encode()):
+        assert trace not in text
+
+
+def test_what_a_host_loads(f32: Built) -> None:
+    found = cpu_compile.check_object(f32[2].files[f32[2].entry], HOST)
+    assert set(found.needed) <= {"libc.so.6", "libm.so.6", "libpthread.so.0"}
+    assert found.exports == cpu_compile.EXPORTS
+    assert ".note.zerolayer" in found.sections and ".symtab" not in found.sections
+
+
+def test_other_objects_are_refused(f32: Built) -> None:
+    data = bytearray(f32[2].files[f32[2].entry])
+    data[18] = 183  # e_machine: AArch64
+    with pytest.raises(cpu_compile.BuildError, match="machine 183"):
+        cpu_compile.check_object(bytes(data), HOST)
+    import numpy.linalg._umath_linalg as extension
+
+    other = Path(str(extension.__file__)).read_bytes()
+    with pytest.raises(cpu_compile.BuildError, match=r"needs|exports"):
+        cpu_compile.check_object(other, HOST)
+
+
+def test_the_compiler_gets_exactly_the_targets_features() -> None:
+    flags = cpu_compile.cpu_flag(load_target("zen4"))
+    mcpu = next(f for f in flags if f.startswith("-mcpu="))
+    assert mcpu.startswith("-mcpu=x86_64_v4+") and "+avx512vnni" in mcpu and "amx" not in mcpu
+    assert not any("native" in f for f in flags) and "x86_64-linux-gnu.2.17" in flags
+    assert "vnni" not in " ".join(cpu_compile.cpu_flag(load_target("x86-64-v3")))
+
+
+def test_rendered_c_has_no_warnings(aggressive: Built, tmp_path: Path) -> None:
+    source = aggressive[2].files[f"kernels/{HOST.name}.c"]
+    (tmp_path / "module.c").write_bytes(source)
+    done = subprocess.run(
+        [sys.executable, "-m", "ziglang", "cc", *cpu_compile.cpu_flag(HOST), "-O0", "-o", "m.so",
+         "-Wall", "-Wextra", "-Werror", "-Wno-unused-command-line-argument",
+         "-Wno-unused-function", "-Wno-unused-const-variable", "module.c"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_note_is_the_record(f32: Built) -> None:
+    _, program, binaries = f32
+    note = read_note(binaries.files[binaries.entry])
+    assert note["target"] == HOST.name
+    assert note["kernels"] == [dict(k) for k in binaries.kernels]
+    by_name = {str(k["kernel"]): k for k in binaries.kernels}
+    module = {c["name"]: c["value"] for c in by_name["module"]["constants"]}  # type: ignore[attr-defined]
+    assert module["ZL_WORKSPACE_BYTES"] == program.workspace_bytes
+    linear = next(k for n, k in by_name.items() if "LinearAdd" in n)
+    facts = {f["name"]: f for f in linear["facts"]}  # type: ignore[attr-defined]
+    derived = {d["name"]: d for d in linear["derived"]}  # type: ignore[attr-defined]
+    l2 = next(f for f in HOST.facts if f.name == "l2_bytes")
+    assert facts["l2_bytes"] == l2.as_dict()
+    assert derived["tile_bytes"]["value"] == int(l2.value) // 4
+    assert (
+        f"#define ZL_TILE_BYTES {int(l2.value) // 4} "
+        in binaries.files[f"kernels/{HOST.name}.c"].decode()
+    )
+
+
+def test_a_hostile_model_name_stays_a_name() -> None:
+    name = 'x*/ int main(void){} /*"\\\n#include "/etc/passwd"\n%s \u00e9'
+    _, program = step_program(tiny_decoder(), HOST, "f32")
+    source, _ = cpu.render(replace(program, model=name), HOST)
+    lines = source.splitlines()
+    assert not any(x.strip().startswith("#include") and "passwd" in x for x in lines)
+    assert not any("int main" in x and "*/ int main" in x for x in lines)
+    assert 'model = "' in source and "\\n#include" not in source.split(".model =")[1][:400]
+
+
+def test_the_cache_is_asked_with_source_and_flags(f32: Built) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def cache(parts: Any, make: Any) -> tuple[bytes, bool]:
+        seen.append(dict(parts))
+        return b"cached", True
+
+    found = cpu.build(f32[1], HOST, cache=cache)
+    assert found.files[found.entry] == b"cached"
+    (parts,) = seen
+    assert parts["source"].encode() == f32[2].files[f"kernels/{HOST.name}.c"]
+    assert "-mcpu=" in parts["flags"]
+
+
+def test_a_source_that_does_not_compile() -> None:
+    with pytest.raises(cpu_compile.BuildError, match="error"):
+        cpu_compile.compile_shared_object("int f(void) { return x; }", HOST, zig_cache())
+
+
+def test_families() -> None:
+    assert families.family("cpu").rows is cpu_rows.ROWS
+    with pytest.raises(UnsupportedError, match="cuda"):
+        families.family("cuda")
+
+
+# --- results ------------------------------------------------------------------------------------
+
+
+def reference(tokens: list[int]) -> np.ndarray[Any, Any]:
+    """Logits [T, vocab] of the float32 frontend graph, by onnxruntime."""
+    feeds = {
+        "tokens": np.array(tokens, np.int64),
+        "positions": np.arange(len(tokens), dtype=np.int64),
+    }
+    return np.asarray(Executable(tiny_decoder()).run(feeds)["logits"])
+
+
+A = [5, 17, 3, 80, 44, 2, 91, 33, 60, 11, 7, 7, 19, 23, 50, 51, 52, 53, 54, 55, 1, 9]
+B = [90, 12, 64, 3, 3, 8]
+
+
+def steps(run: driver_cpu.CpuEngine) -> list[np.ndarray[Any, Any]]:
+    """A in chunks of 20 and 2, B beside them in chunks of 3, 1, 2: each chunk's last logits."""
+    out = []
+    blocks_a, blocks_b = array("i", [7, 3]), array("i", [5])
+    for (a0, a1), (b0, b1) in [((0, 20), (0, 3)), ((20, 20), (3, 4)), ((20, 22), (4, 6))]:
+        batch = StepBatch()
+        if a1 > a0:
+            batch.add(array("i", A[a0:a1]), a0, blocks_a, GREEDY)
+        batch.add(array("i", B[b0:b1]), b0, blocks_b, GREEDY)
+        logits = np.zeros((len(batch.rows), TINY.vocab_size), np.float32)
+        chosen = run.step(batch, logits=logits)
+        assert chosen == [int(r.argmax()) for r in logits]
+        out += list(logits)
+    return out
+
+
+def test_ragged_batches_equal_the_float32_graph(f32: Built) -> None:
+    graph, program, binaries = f32
+    weights = packed_weights(graph, program)
+    with engine(binaries.files[binaries.entry], weights, program, 2) as run:
+        got = steps(run)
+    a, b = reference(A), reference(B)
+    expected = [a[19], b[2], b[3], a[21], b[5]]
+    for g, e in zip(got, expected, strict=True):
+        np.testing.assert_allclose(g, e, rtol=2e-4, atol=2e-4)
+
+
+def test_threads_and_batches_do_not_change_a_bit(aggressive: Built) -> None:
+    graph, program, binaries = aggressive
+    weights = packed_weights(graph, program)
+    results = []
+    for threads in (1, 2, 3):
+        with engine(binaries.files[binaries.entry], weights, program, threads) as run:
+            results.append(np.stack(steps(run)))
+    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
+    # int8 activations: near the float32 graph, far from noise
+    a = reference(A)
+    assert np.corrcoef(results[0][0], a[19])[0, 1] > 0.99
+
+
+def test_taps_and_times(f32: Built) -> None:
+    graph, program, binaries = f32
+    weights = packed_weights(graph, program)
+    batch = StepBatch()
+    batch.add(array("i", B), 0, array("i", [2]), GREEDY)
+    taps = np.zeros((3, len(B), 64), np.float32)
+    with engine(binaries.files[binaries.entry], weights, program) as run:
+        run.step(batch, taps=taps, timed=True)
+        assert len(run.call_ns) == len(program.entry_points[0].calls) and min(run.call_ns) > 0
+    embed = graph.graph.initializers["embed.weight"].const_value
+    assert embed is not None
+    raw = np.ascontiguousarray(embed.numpy())
+    table = formats.dequantize("Q4_1", raw) if raw.dtype == np.uint8 else raw
+    np.testing.assert_array_equal(taps[0], np.asarray(table)[B])
+    assert np.isfinite(taps).all() and np.abs(taps[2] - taps[1]).max() > 0
+
+
+def raw_step(run: driver_cpu.CpuEngine, **changes: Any) -> int:
+    """A correct batch with fields replaced, straight through the ABI."""
+    keep: dict[str, Any] = {
+        "tokens": (1, 2, 3),
+        "positions": (0, 1, 2),
+        "seq_starts": (0, 3),
+        "block_table": (0, 1),
+        "logit_rows": (2,),
+    }
+    numbers: dict[str, Any] = {"n_tokens": 3, "n_seqs": 1, "max_blocks": 2, "n_logit_rows": 1}
+    arrays = {}
+    for name, default in keep.items():
+        given = changes.get(name, default)
+        arrays[name] = None if given is None else (ctypes.c_int32 * max(len(given), 1))(*given)
+    batch = driver_cpu.Batch(
+        **{n: changes.get(n, v) for n, v in numbers.items()},
+        **{n: None if a is None else ctypes.addressof(a) for n, a in arrays.items()},
+    )
+    chosen = (ctypes.c_int32 * 8)()
+    batch.next = ctypes.addressof(chosen)
+    return int(run.code.lib.zl_step(run._engine, ctypes.byref(batch)))
+
+
+BAD_ARGUMENT, OVER_LIMIT, BAD_TOKEN, BAD_BLOCK = 1, 2, 3, 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, 0),
+        ({"n_tokens": -1}, BAD_ARGUMENT),
+        ({"n_tokens": 0}, BAD_ARGUMENT),
+        ({"n_tokens": 1 << 30}, OVER_LIMIT),
+        ({"n_seqs": 1 << 30}, OVER_LIMIT),
+        ({"n_logit_rows": LIMITS["max_logit_rows"] + 1}, OVER_LIMIT),
+        ({"max_blocks": 1 << 30}, OVER_LIMIT),
+        ({"max_blocks": 0}, BAD_BLOCK),
+        ({"tokens": (1, 97, 3)}, BAD_TOKEN),
+        ({"tokens": (1, -1, 3)}, BAD_TOKEN),
+        ({"tokens": None}, BAD_ARGUMENT),
+        ({"positions": None}, BAD_ARGUMENT),
+        ({"positions": (0, 1, 32)}, BAD_BLOCK),
+        ({"positions": (0, 1, 2**31 - 1)}, BAD_BLOCK),
+        ({"positions": (-1, 0, 1)}, BAD_BLOCK),
+        ({"positions": (16, 17, 18), "block_table": (0, 24)}, BAD_BLOCK),
+        ({"block_table": (-1, 0)}, BAD_BLOCK),
+        ({"block_table": (2**31 - 1, 0)}, BAD_BLOCK),
+        ({"seq_starts": (1, 3)}, BAD_ARGUMENT),
+        ({"seq_starts": (0, 2)}, BAD_ARGUMENT),
+        ({"seq_starts": (0, 2**31 - 1, 3), "n_seqs": 2, "max_blocks": 1}, BAD_ARGUMENT),
+        ({"logit_rows": (3,)}, BAD_ARGUMENT),
+        ({"logit_rows": (-1,)}, BAD_ARGUMENT),
+        ({"logit_rows": None}, BAD_ARGUMENT),
+        ({"n_logit_rows": 0, "logit_rows": None}, 0),
+    ],
+)
+def test_hostile_batches(f32: Built, changes: dict[str, Any], status: int) -> None:
+    graph, program, binaries = f32
+    weights = packed_weights(graph, program)
+    with engine(binaries.files[binaries.entry], weights, program) as run:
+        found = raw_step(run, **changes)
+        if changes == {"max_blocks": 1 << 30}:
+            assert found in (
+                OVER_LIMIT,
+                BAD_BLOCK,
+            )  # refused before or after the table is looked at
+        else:
+            assert found == status
+        assert raw_step(run) == 0  # and the engine is still usable
+
+
+def test_hostile_creation(f32: Built) -> None:
+    code = driver_cpu.CodeObject(f32[2].files[f32[2].entry])
+    out = ctypes.c_void_p()
+    good = driver_cpu.CreateArgs(64, 1 << 40, 64, 1, 64, 1 << 40, 1, 0, None)
+    for field, bad in [
+        ("weights", None), ("weights", 65), ("weights_bytes", 5), ("kv", None), ("kv_blocks", 0),
+        ("kv_blocks", 1 << 40), ("workspace", None), ("workspace_bytes", 5), ("n_threads", 0),
+        ("n_threads", -1), ("n_threads", 1 << 30), ("n_cpus", -1), ("n_cpus", 5),
+    ]:  # fmt: skip
+        args = driver_cpu.CreateArgs.from_buffer_copy(good)
+        setattr(args, field, bad)
+        assert code.lib.zl_create(ctypes.byref(args), ctypes.byref(out)) == BAD_ARGUMENT, field
+        assert not out.value
+    assert code.lib.zl_create(None, ctypes.byref(out)) == BAD_ARGUMENT
+    assert code.lib.zl_step(None, None) == BAD_ARGUMENT
+    assert code.lib.zl_run(None, None, None, None, 0, None) == 7  # ZL_NO_ENTRY
+    code.lib.zl_destroy(None)
+
+
+# --- run graphs ---------------------------------------------------------------------------------
+
+
+def value(name: str, shape: list[int | str]) -> ir.Value:
+    return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.FLOAT))
+
+
+def test_run_entry() -> None:
+    """y = softmax(gelu(x) + row * 2), z = relu(x), over [batch, seq, 24]."""
+    x = value("x", ["batch", "seq", 24])
+    row = np.linspace(-1, 1, 24, dtype=np.float32)
+    weight = ir.Value(
+        name="row",
+        shape=ir.Shape([24]),
+        type=ir.TensorType(ir.DataType.FLOAT),
+        const_value=ir.Tensor(row),
+    )
+    shape: list[int | str] = ["batch", "seq", 24]
+
+    def node(op: str, inputs: list[ir.Value], name: str, **attributes: Any) -> ir.Node:
+        return ir.node(op, inputs, attributes=attributes, name=name, outputs=[value(name, shape)])
+
+    gelu = node("Gelu", [x], "gelu")
+    plus = node("Add", [gelu.outputs[0], weight], "plus")
+    soft = node("Softmax", [plus.outputs[0]], "soft", axis=-1)
+    relu = node("Relu", [x], "relu")
+    graph = ir.Graph(
+        [x], [soft.outputs[0], relu.outputs[0]], nodes=[gelu, plus, soft, relu],
+        initializers=[weight], opset_imports={"": 24}, name="g",
+    )  # fmt: skip
+    model = ir.Model(graph, ir_version=10)
+    program = plan(
+        lower(model, None, HOST, LowerOptions(name="g", dims=(("batch", 3), ("seq", 50))))
+    )
+    check_plan(program)
+    assert program.entry_points[0].name == "run"
+    binaries = cpu.build(program, HOST, work_dir=zig_cache())
+    given = np.random.default_rng(0).normal(size=(2, 7, 24)).astype(np.float32)
+    y, z = np.zeros_like(given), np.zeros_like(given)
+    with engine(binaries.files[binaries.entry], packed_weights(model, program), program, 2) as run:
+        run.run([given], [y, z], [2, 7])
+        for dims, status in (([2], 1), ([4, 7], 2), ([0, 7], 1), ([2, 51], 2)):
+            sizes = (ctypes.c_int64 * len(dims))(*dims)
+            one = (ctypes.c_void_p * 2)(given.ctypes.data, 0)
+            assert run.code.lib.zl_run(run._engine, one, one, sizes, len(dims), None) == status
+        assert run.code.lib.zl_step(run._engine, None) == 7
+    expected = Executable(model).run({"x": given})
+    np.testing.assert_allclose(y, expected["soft"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(z, expected["relu"])
+
+
+# --- the prediction -----------------------------------------------------------------------------
+
+
+def test_decode_is_predicted_at_memory_bandwidth() -> None:
+    zen4 = small(load_target("zen4"))
+    _, program = step_program(tiny_decoder(), zen4, "int8")
+    one = roofline.predict(program, zen4, tokens=1, context=100)
+    weights = sum(
+        b.nbytes
+        for b in program.buffers
+        if b.kind is BufferKind.WEIGHT and b.name != "embed.weight"
+    )
+    assert one.weight_bytes == weights
+    kv = (100 + 24) * 2 * 32 * 2  # positions of both layers, k and v, elements, bytes
+    assert 1.0 <= one.seconds * 460.8e9 / (weights + kv) < 1.05  # the rest: the embedding's row
+    many = roofline.predict(program, zen4, tokens=4000, sequences=4, context=100)
+    assert any(c.bound == "compute" for c in many.calls)
+    assert many.tokens_per_second > one.tokens_per_second
+    assert [f["name"] for f in one.injected["facts"]]  # type: ignore[attr-defined]
+
+
+def test_elf_of_every_level(f32: Built) -> None:
+    found = read_shared_object(f32[2].files[f32[2].entry])
+    assert found.machine == 62
+    assert all(v.startswith("GLIBC_2.") for v in found.versions)
