@@ -76,10 +76,32 @@ def main(
         from .errors import ResourceError
 
         return _fail(ResourceError(f"the system refused: {e}"), as_json)
+    except Exception as e:
+        return _fail(_unexpected(e), as_json)
+
+
+def _unexpected(error: Exception) -> ZerolayerError:
+    """A fault of ours, in one line with its place."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = ""
+    if trace is not None:
+        file = trace.tb_frame.f_code.co_filename.rpartition("/")[2]
+        place = f" at {file}:{trace.tb_lineno}"
+    return ZerolayerError(
+        f"unexpected {type(error).__name__}: {error}{place}", next_step="report this as a bug"
+    )
 
 
 def _utf8_output() -> None:
-    """Text is UTF-8 whatever the locale says."""
+    """Text is UTF-8 whatever the locale says; a closed stdout is nowhere."""
+    import os
+
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

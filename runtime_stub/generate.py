@@ -28,7 +28,8 @@ MAX_PROMPTS = 100_000
 
 SAMPLING = [
     Option(("--temperature",), "0 is greedy", number(0, 100), metavar="X"),
-    Option(("--top-k",), "keep the K likeliest tokens; 0: all", integer(0), metavar="K"),
+    Option(("--top-k",), "keep the K likeliest tokens; 0: all", integer(0, (1 << 31) - 1),
+           metavar="K"),
     Option(("--top-p",), "keep the likeliest tokens up to this probability", number(0, 1),
            metavar="P"),
     Option(("--min-p",), "drop tokens less likely than this times the likeliest", number(0, 1),

@@ -27,6 +27,69 @@ if TYPE_CHECKING:
     from .text import TextCodec
 
 
+#: the parts of the manifest that the loader reads, and their types; a ``None`` type may be absent.
+#: The reader has proved the file's structure, but a digest is no signature: anyone can write one.
+_SHAPES: tuple[tuple[str, tuple[type, ...]], ...] = (
+    ("model", (dict,)),
+    ("model.parameters", (int,)),
+    ("model.vocab_size", (int,)),
+    ("target", (dict,)),
+    ("target.requires", (dict,)),
+    ("target.defaults", (dict, type(None))),
+    ("limits", (dict,)),
+    ("limits.symbols", (dict,)),
+    ("memory", (dict,)),
+    ("entry_points", (list,)),
+    ("entry_points[].name", (str,)),
+    ("entry_points[].inputs", (list,)),
+    ("entry_points[].outputs", (list,)),
+    ("entry_points[].calls", (list,)),
+    ("entry_points[].calls[].weight_bytes", (int,)),
+    ("entry_points[].calls[].activation_bytes_per_row", (int,)),
+    ("entry_points[].calls[].flops_per_row", (int,)),
+    ("buffers", (list,)),
+    ("buffers[].name", (str,)),
+    ("buffers[].shape", (list,)),
+    ("buffers[].shape[]", (int, str)),
+    ("code", (dict, type(None))),
+    ("tokenizer", (dict, type(None))),
+    ("tokenizer.file", (str, type(None))),
+    ("tokenizer.chat_template", (str, type(None))),
+    ("tokenizer.bos_id", (int, type(None))),
+    ("tokenizer.eos_ids", (list,)),
+    ("tokenizer.bos_token", (str, type(None))),
+    ("tokenizer.eos_token", (str, type(None))),
+    ("tokenizer.generation", (dict, type(None))),
+    ("golden", (str, type(None))),
+    ("vendor", (list, type(None))),
+    ("vendor[]", (dict,)),
+    ("roofline", (dict, type(None))),
+    ("roofline.calls", (list, type(None))),
+    ("numerics", (dict, type(None))),
+    ("options", (dict, type(None))),
+    ("tools", (dict, type(None))),
+)
+
+
+def check_shapes(manifest: dict[str, Any], where: str) -> None:
+    """IntegrityError naming the first part of the manifest that has another type than expected."""
+    for path, types in _SHAPES:
+        found: list[Any] = [manifest]
+        for step in path.split("."):
+            name = step.rstrip("[]")
+            found = [f.get(name) for f in found if isinstance(f, dict)]
+            for _ in range(step.count("[]")):
+                found = [item for f in found if isinstance(f, list) for item in f]
+        for value in found:
+            if type(value) not in types:
+                raise IntegrityError(
+                    f"the manifest's {path} is {type(value).__name__}, not "
+                    f"{' or '.join(t.__name__ for t in types)}",
+                    where=where,
+                    next_step="build the artifact again",
+                )
+
+
 class Timings:
     """Milliseconds by phase, in order."""
 
@@ -70,6 +133,7 @@ class Session:
         self.artifact = open_artifact(path)
         self.manifest: dict[str, Any] = self.artifact.manifest
         self.path = path
+        check_shapes(self.manifest, path)
         self.timings.mark("open")
         self.facts = host_facts(mask)
         self.memory = MemoryPlan(self.manifest, self.facts)

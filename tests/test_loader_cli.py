@@ -17,11 +17,12 @@ from typing import Any
 
 import loader_fake
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loader_fake import EOS, USER, VOCAB, expected
 from zerolayer.runtime_stub import errors, npy, options
 from zerolayer.runtime_stub.cli import COMMANDS, main
+from zerolayer.runtime_stub.container import Artifact
 from zerolayer.runtime_stub.detect import host_facts
 from zerolayer.runtime_stub.memory import RESERVE_BYTES, MemoryPlan, human
 from zerolayer.runtime_stub.session import Session
@@ -163,6 +164,11 @@ def test_interrupt_while_generating(artifact: Path) -> None:
         _out, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert b"Traceback" not in err
+
+
+def test_closed_output_is_no_error(ids_only: Path) -> None:
+    command = f"{sys.executable} -I -S {ids_only} check >&- 2>&-"
+    assert subprocess.run(["/bin/sh", "-c", command], check=False, timeout=60).returncode == 0
 
 
 def test_a_reader_that_goes_away_is_no_error(artifact: Path) -> None:
@@ -413,6 +419,60 @@ def test_manifest_and_code_must_agree(tmp_path: Path, capsys: Any) -> None:
     path = loader_fake.build(tmp_path / "a.zla", vendor=False, memory={"kv_block_bytes": 128})
     run = Run(capsys, path, "generate", "--tokens", "1")
     assert run.code == 6 and "kv_block_bytes = 128, the code object 64" in run.err
+
+
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 1 << 70) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every value inside a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    out: list[tuple[Any, ...]] = []
+    for key, item in items:
+        out.append((*path, key))
+        if isinstance(item, (dict, list)):
+            out += places(item, (*path, key))
+    return out
+
+
+PLACES = places(loader_fake.manifest())
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@given(place=st.sampled_from(PLACES), value=ODD, drop=st.booleans(), which=st.integers(0, 4))
+def test_odd_manifests_are_errors(
+    artifact: Path, capsys: Any, place: tuple[Any, ...], value: Any, drop: bool, which: int
+) -> None:
+    """A manifest with one value replaced or removed, behind a digest that is right."""
+    manifest = loader_fake.manifest()
+    parent: Any = manifest
+    for key in place[:-1]:
+        parent = parent[key]
+    if drop:
+        del parent[place[-1]]
+    else:
+        parent[place[-1]] = value
+    commands = (
+        ["info"], ["check"], ["generate", "--tokens", "1", "-n", "2"],
+        ["generate", "x", "-n", "2", "--max-context", "100"], ["bench", "-n", "2", "-p", "3"],
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Artifact, "check", lambda self: good_check(self, manifest))
+        run = Run(capsys, artifact, *commands[which])
+    assert run.code in (0, 2, 3, 4, 5, 6, 8), (place, run.err)
+    assert "unexpected" not in run.err
+
+
+REAL_CHECK = Artifact.check
+
+
+def good_check(artifact: Artifact, manifest: dict[str, Any]) -> None:
+    REAL_CHECK(artifact)
+    artifact.manifest = {**artifact.manifest, **dict.fromkeys(loader_fake.manifest()), **manifest}
 
 
 def test_not_an_artifact(tmp_path: Path, capsys: Any) -> None:
