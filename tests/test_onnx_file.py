@@ -52,6 +52,11 @@ def test_old_opsets_keep_their_meaning(name: str, tmp_path: Path) -> None:
     proto = model(opset, nodes)
     proto.graph.initializer.append(numpy_helper.from_array(np.array(0.3, np.float32), "hi"))
     proto.graph.initializer.append(numpy_helper.from_array(np.full(5, 1.5, np.float32), "hi5"))
+    if opset == 9:  # before IR version 4 every initializer was an input too
+        proto.ir_version = 3
+        for tensor in proto.graph.initializer:
+            info = helper.make_tensor_value_info(tensor.name, TensorProto.FLOAT, tensor.dims)
+            proto.graph.input.append(info)
     path = tmp_path / "Model_A.onnx"
     path.write_bytes(proto.SerializeToString())
     x = RNG.standard_normal((3, 6)).astype(np.float32)
@@ -60,6 +65,7 @@ def test_old_opsets_keep_their_meaning(name: str, tmp_path: Path) -> None:
     assert loaded.graph.opset_imports[""] == OPSET
     assert (loaded.name, loaded.config, loaded.tokenizer) == ("model-a", None, None)
     assert dict(loaded.source_formats)["w"] == "F32"
+    assert [v.name for v in loaded.graph.graph.inputs] == ["x"]
     np.testing.assert_allclose(
         run_graph(loaded.graph, {"x": x})[0], session.run(None, {"x": x})[0], rtol=1e-6, atol=1e-6
     )

@@ -39,6 +39,13 @@ def load_hf(directory: Path) -> LoadedModel:
     row = find_architecture(raw, str(config_path))
     config = read_config(row, raw, str(config_path))
     tokenizer, tokenizer_files = read_tokenizer(directory, raw)
+    if tokenizer.add_bos and (tokenizer.bos_id or 0) >= config.vocab_size:
+        raise InputFileError(
+            f"the tokenizer's BOS token {tokenizer.bos_id} is beyond the model's vocabulary of "
+            f"{config.vocab_size}",
+            where=str(directory),
+            next_step="the tokenizer belongs to another model; " + _FETCH_AGAIN,
+        )
     shards, index_files = _open_shards(directory)
     weights = _weights(row, config, shards, str(directory))
     name = model_name(directory.resolve().name)

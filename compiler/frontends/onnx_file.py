@@ -21,7 +21,7 @@ from onnxscript import version_converter
 from zerolayer.runtime_stub.errors import InputFileError, UnsupportedError, ZerolayerError
 
 from .config import LoadedModel
-from .decoder import OPSET
+from .decoder import IR_VERSION, OPSET
 from .json_file import read_bytes
 from .sources import find_licenses, model_name, source_file
 from .weights import PLAIN_FORMATS, mapped_tensor
@@ -101,6 +101,7 @@ def _read(data: bytes, path: Path) -> tuple[ir.Model, list[Path]]:
             where=where,
             next_step=f"export the model with opset {OPSET}",
         )
+    model.ir_version = IR_VERSION
     common.NameFixPass()(model)
     common.ShapeInferencePass()(model)  # leaves the model as it is when it fails
     _check_types(model, where)
