@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from zerolayer.compiler.frontends.config import Layer, ModelConfig, Rope
 from zerolayer.compiler.frontends.decoder import build_decoder, expected_weights
-from zerolayer.compiler.frontends.weights import Weight, lazy_tensor
+from zerolayer.compiler.frontends.weights import Weight
 
 VOCAB = 97
 
@@ -88,12 +88,10 @@ def weights(model: ModelConfig, formats: Sequence[str], seed: int) -> dict[str, 
             if "mlp" in name and not name.endswith("down.weight"):
                 format = formats[0]  # gate and up of one format, so that they can be fused
         array, dtype = stored(x.astype(np.float32), format)
-        tensor = lazy_tensor(lambda a=array: a, dtype, array.shape, name)
+        tensor = ir.Tensor(array, dtype=dtype, name=name)
         found[name] = Weight(name, format, shape, tensor, f"test.{name}")
     return found
 
 
-def decoder(
-    model: ModelConfig, formats: Sequence[str] = ("F32",), seed: int = 0
-) -> ir.Model:
+def decoder(model: ModelConfig, formats: Sequence[str] = ("F32",), seed: int = 0) -> ir.Model:
     return build_decoder(model, weights(model, formats, seed), "test")

@@ -104,7 +104,7 @@ def close(found: np.ndarray, expected: Any, tolerance: float = 2e-6) -> None:
 
 
 def test_quantize_int8_is_exact() -> None:
-    x = normal(5, 96) * np.float32([[1], [1e-3], [1e4], [0], [1]])
+    x = normal(5, 96) * np.array([[1], [1e-3], [1e4], [0], [1]], np.float32)
     x[4, :32] = 0
     x[0, :4] = [127, 0.5, 1.5, -2.5]  # ties go to the even neighbour
     x[0, 4:32] = 0
@@ -133,7 +133,9 @@ def test_linear(format: str, activations: str, bias: bool) -> None:
     b = normal(7)
     expected = x.astype(np.float64) @ w.T.astype(np.float64) + (b if bias else 0)
     optional = {"bias": b} if bias else {}
-    close(execute(f"Linear_{format}_{activations}", {**feeds, "weight": raw, **optional})[0], expected)
+    close(
+        execute(f"Linear_{format}_{activations}", {**feeds, "weight": raw, **optional})[0], expected
+    )
     residual = normal(3, 7)
     feeds = {**feeds, "weight": raw, "residual": residual, **optional}
     close(execute(f"LinearAdd_{format}_{activations}", feeds)[0], residual + expected)
@@ -145,10 +147,10 @@ def test_linear_of_three_dimensions() -> None:
 
 
 ACTIVATE = {
-    "silu": lambda x: torch.nn.functional.silu(x),
-    "gelu": lambda x: torch.nn.functional.gelu(x),
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-    "relu": lambda x: torch.nn.functional.relu(x),
+    "relu": torch.nn.functional.relu,
 }
 
 
@@ -197,9 +199,7 @@ def test_norms() -> None:
         q, scale, _ = execute(op_type, feeds, {"epsilon": 1e-3})
         np.testing.assert_allclose(scale, int8_of(y)[1], rtol=1e-5)
         assert np.abs(q.astype(int) - int8_of(y)[0]).max() <= 1  # x / scale on a rounding boundary
-    heads = execute(
-        "HeadNorm", {"x": x, "weight": w[:16]}, {"num_heads": 4, "epsilon": 1e-3}
-    )[0]
+    heads = execute("HeadNorm", {"x": x, "weight": w[:16]}, {"num_heads": 4, "epsilon": 1e-3})[0]
     by_head = torch.nn.functional.rms_norm(
         torch.from_numpy(x).reshape(3, 4, 16), (16,), torch.from_numpy(w[:16]), 1e-3
     )
@@ -225,7 +225,8 @@ def rotate(x: np.ndarray, positions: np.ndarray, freq: np.ndarray, heads: int,
             for h in range(heads):
                 z = complex(out[t, h, a], out[t, h, b]) * factor * np.exp(1j * float(p) * float(f))
                 out[t, h, a], out[t, h, b] = z.real, z.imag
-    return out.reshape(x.shape)
+    rotated: np.ndarray = out.reshape(x.shape)
+    return rotated
 
 
 @pytest.mark.parametrize("interleaved", [0, 1])
@@ -285,7 +286,7 @@ def attend(q: np.ndarray, batch: Batch, heads: int, groups: int, scale: float, s
     hd = q.shape[1] // heads
     for t, (s, p) in enumerate(zip(batch.sequence, batch.positions, strict=True)):
         first = max(0, p - window + 1) if window else 0
-        slots = [batch.slot(s, j) for j in range(first, p + 1)]
+        slots = [batch.slot(int(s), j) for j in range(first, p + 1)]
         for h in range(heads):
             g = h // (heads // groups)
             k = batch.k[slots, g * hd : (g + 1) * hd].astype(np.float64)
@@ -350,7 +351,7 @@ def test_cache_write(batch: str) -> None:
     x = normal(len(b.positions), 24)
     expected = b.k.copy()
     for t, (s, p) in enumerate(zip(b.sequence, b.positions, strict=True)):
-        expected[b.slot(s, p)] = x[t]
+        expected[b.slot(int(s), int(p))] = x[t]
     attributes: dict[str, Attribute] = {"block_size": BLOCK, "role": "k", "kv_num_heads": 3}
     found = execute("CacheWrite", {"cache": b.k, "x": x, **b.step}, attributes)[0]
     np.testing.assert_array_equal(found, expected)
@@ -383,7 +384,7 @@ def test_qkv_rope_cache(norm: bool, rope: bool, bias: bool) -> None:
         made[name] = y
     k, v = b.k.copy(), b.v.copy()
     for t, (s, p) in enumerate(zip(b.sequence, b.positions, strict=True)):
-        k[b.slot(s, p)], v[b.slot(s, p)] = made["k"][t], made["v"][t]
+        k[b.slot(int(s), int(p))], v[b.slot(int(s), int(p))] = made["k"][t], made["v"][t]
     if rope:
         feeds |= {"cos": np.cos(angles), "sin": np.sin(angles)}
     feeds |= {"k_cache": b.k, "v_cache": b.v, **b.step}

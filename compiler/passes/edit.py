@@ -55,6 +55,16 @@ def through_views(value: ir.Value) -> ir.Value:
     return value
 
 
+def rows_of(value: ir.Value) -> ir.Value:
+    """The nearest value of two dimensions that ``value`` views; ``value`` if there is none."""
+    found: ir.Value | None = value
+    while found is not None and len(dims(found)) != 2:
+        node = found.producer()
+        is_view = node is not None and node.domain == "" and node.op_type in VIEWS
+        found = node.inputs[0] if node is not None and is_view else None
+    return value if found is None else found
+
+
 def scalar(value: ir.Value | None) -> float | None:
     """The number in an initializer or Constant of one element; None for anything else."""
     tensor = value.const_value if value is not None else None
@@ -229,6 +239,6 @@ def lazy_initializer(
     """
     tensor = ir.LazyTensor(load, dtype, ir.Shape(shape), cache=False, name=value.name)
     value.const_value = tensor
-    value.dtype = dtype
+    value.type = ir.TensorType(dtype)  # a new object: copies of a model share the old one
     value.shape = ir.Shape(shape)
     value.metadata_props.update(notes)

@@ -21,6 +21,7 @@ from .edit import (
     number,
     producer,
     replace,
+    rows_of,
     scalar,
     through_views,
     value_like,
@@ -68,7 +69,7 @@ def _page(
     graph, place = model.graph, node.name or f"layers.{layer}.attn.attention"
     window = _window(node, step[0])
     heads, kv_heads = integer(node, "q_num_heads"), integer(node, "kv_num_heads")
-    q, k, v = (through_views(x) for x in node.inputs[:3] if x is not None)
+    q, k, v = (rows_of(x) for x in node.inputs[:3] if x is not None)
     width = dims(k)[-1]
     if not heads or not kv_heads or not isinstance(width, int) or any(
         len(dims(x)) != 2 for x in (q, k, v)

@@ -25,6 +25,7 @@ from .edit import (
     only_consumer,
     producer,
     replace,
+    rows_of,
     scalar,
     supersede,
     through_views,
@@ -79,7 +80,7 @@ def rope(model: ir.Model, options: PassOptions) -> None:
             continue
         x, cos, sin = node.inputs
         assert x is not None and cos is not None and sin is not None
-        shape, rows = dims(x), through_views(x)
+        shape, rows = dims(x), rows_of(x)
         heads = integer(node, "num_heads")
         if len(shape) != 3 or shape[0] != 1 or len(dims(rows)) != 2 or not heads:
             continue
