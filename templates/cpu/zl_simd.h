@@ -50,7 +50,7 @@ ZL_KERNEL v16f zl_load(const float *p) { v16f v; memcpy(&v, p, 64); return v; }
 ZL_KERNEL void zl_store(float *p, v16f v) { memcpy(p, &v, 64); }
 ZL_KERNEL v64u8 zl_load_bytes(const uint8_t *p) { v64u8 v; memcpy(&v, p, 64); return v; }
 ZL_KERNEL v16u8 zl_load_u8(const uint8_t *p) { v16u8 v; memcpy(&v, p, 16); return v; }
-ZL_KERNEL v16f zl_set(float x) { return (v16f){0} + x; }
+ZL_KERNEL v16f zl_set(float x) { return (v16f){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 ZL_KERNEL v16f zl_fma(v16f a, v16f b, v16f c) { return __builtin_elementwise_fma(a, b, c); }
 
 /* the first n of 16 floats, the others 0; n in 0..16 */

@@ -31,7 +31,9 @@
 #ifndef ZL_SPIN_IDLE
 #define ZL_SPIN_IDLE 4000 /* pauses before an idle worker sleeps */
 #endif
+#ifndef ZL_YIELDS
 #define ZL_YIELDS 200 /* yields before sleeping on the futex */
+#endif
 #define ZL_MAX_THREADS 1024
 
 typedef void (*zl_team_fn)(void *arg, int32_t thread);
