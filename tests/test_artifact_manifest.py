@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import os
 import re
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 from zerolayer.compiler.artifact import inspect, inspect_show, vendor
 from zerolayer.compiler.artifact.loader_sources import blank_comments, loader_members
@@ -29,15 +32,20 @@ from zerolayer.compiler.artifact.vendor import collect_vendor, strip_elf
 from zerolayer.compiler.artifact.writer import WeightEntry, write_artifact
 from zerolayer.compiler.frontends.config import Layer, ModelConfig, SourceFile, TokenizerAssets
 from zerolayer.compiler.memory.plan import MemoryNeed
+from zerolayer.runtime_stub import layout
 from zerolayer.runtime_stub.container import open_artifact
-from zerolayer.runtime_stub.errors import InputFileError, IntegrityError, UnsupportedError
+from zerolayer.runtime_stub.errors import (
+    InputFileError,
+    IntegrityError,
+    UnsupportedError,
+    ZerolayerError,
+)
 from zerolayer.runtime_stub.layout import HEADER_BYTES
 from zerolayer.targets.facts import load_target
 from zerolayer.targets.program import Buffer, BufferKind, EntryPoint, KernelCall, KvLayout, Program
 
-SCHEMA = json.loads(
-    (Path(__file__).parent.parent / "artifacts" / "manifest.schema.json").read_text("utf-8")
-)
+ARTIFACTS = Path(__file__).parent.parent / "artifacts"
+SCHEMA = json.loads((ARTIFACTS / "manifest.schema.json").read_text("utf-8"))
 
 
 # -- a validator for the subset of JSON Schema that ours uses ------------------------------------
@@ -267,6 +275,13 @@ def test_header_page_explains_the_file(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines()[3:])) <= 500
 
 
+def test_artifacts_of_released_formats_still_open() -> None:
+    for path in sorted((ARTIFACTS / "golden").glob("*.zla")):
+        with open_artifact(str(path)) as artifact:
+            artifact.verify_all()
+            assert violations(artifact.manifest, SCHEMA) == []
+
+
 # -- vendor --------------------------------------------------------------------------------------
 
 VENDOR_PROGRAM = """
@@ -449,3 +464,83 @@ def test_bars() -> None:
     assert [inspect_show.size(x) for x in (5, 1536, 3 << 30, 1 << 43)] == [
         "5 B", "1.5 KiB", "3.0 GiB", "8.0 TiB",
     ]  # fmt: skip
+
+
+_ODD: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    1.5,
+    10**18,
+    "",
+    "\x1b[31m",
+    [],
+    {},
+    [1],
+    {"a": 1},
+    [[]],
+    ["x"],
+)
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    found = []
+    for key, child in items:
+        found.append((*path, key))
+        if isinstance(child, dict | list):
+            found += _paths(child, (*path, key))
+    return found
+
+
+@given(choice=st.integers(0, 10**6), value=st.sampled_from(_ODD), remove=st.booleans())
+def test_fuzz_inspect_on_odd_manifests(choice: int, value: Any, remove: bool) -> None:
+    """Any one value of the manifest may be anything: a view shows it or says what is wrong."""
+    manifest = copy.deepcopy(FUZZED.manifest)
+    paths = _paths(manifest)
+    *parents, last = paths[choice % len(paths)]
+    at: Any = manifest
+    for key in parents:
+        at = at[key]
+    if remove and isinstance(at, dict):
+        del at[last]
+    else:
+        at[last] = value
+    artifact = FUZZED.with_manifest(manifest)
+    for view in (*inspect.VIEWS, ""):
+        try:
+            _shown(artifact, view)
+        except ZerolayerError:
+            continue
+
+
+class _Fuzzed:
+    """Stands in for an open artifact whose manifest passed the reader's own checks."""
+
+    path = "x.zla"
+    digest = "0" * 64
+    size = 70000
+    weights_size = 65536
+    names = ("__main__.py", "kernels/x86-64-v3.so", "manifest.json")
+
+    def __init__(self, manifest: dict[str, Any]) -> None:
+        self.manifest = manifest
+
+    def with_manifest(self, manifest: dict[str, Any]) -> _Fuzzed:
+        problem = layout.shape_problem(manifest)
+        return _Fuzzed(self.manifest if problem else manifest)
+
+    def member_range(self, _name: str) -> tuple[int, int]:
+        return 0, 100
+
+    def member(self, _name: str) -> bytes:
+        return b"\x7fELF"
+
+
+def _fuzzed() -> _Fuzzed:
+    manifest = build_manifest(_inputs())
+    tensor = {"name": "w", "section": "s", "nbytes": 5, "format": "Q4_1"}
+    return _Fuzzed({**manifest, "weights": {"sections": [], "tensors": [tensor]}})
+
+
+FUZZED = _fuzzed()

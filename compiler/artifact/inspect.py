@@ -89,7 +89,7 @@ def summary(artifact: Artifact) -> dict[str, Any]:
         "bytes": artifact.size,
         "weights_bytes": artifact.weights_size,
         "member_bytes": dict(sorted(sizes.items())),
-        "kernel_calls": sum(len(e.get("calls", ())) for e in _rows(manifest, "entry_points")),
+        "kernel_calls": sum(len(_rows(e, "calls")) for e in _rows(manifest, "entry_points")),
         "stored_formats": _formats(manifest),
         "numerics": _mapping(manifest, "numerics"),
         "options": _mapping(manifest, "options"),
@@ -180,12 +180,21 @@ def memory(artifact: Artifact) -> dict[str, Any]:
     buffers = sorted(
         _rows(manifest, "buffers"), key=lambda b: (-_count(b, "nbytes"), str(b.get("name")))
     )
+    plan = _mapping(manifest, "memory")
     return {
-        **_mapping(manifest, "memory"),
+        **{key: _count(plan, key) for key in plan if key not in ("contexts", "kv_dtype")},
+        "kv_dtype": plan.get("kv_dtype"),
+        "contexts": [
+            {key: _count(row, key) for key in ("memory_bytes", "tokens")}
+            for row in _rows(plan, "contexts")
+        ],
         "weights_by_format": dict(sorted(by_format.items())),
         "weights_by_section": dict(by_section),
         "largest_buffers": [
-            {k: b.get(k) for k in ("name", "kind", "shape", "dtype", "nbytes", "offset")}
+            {
+                **{k: b.get(k) for k in ("name", "kind", "shape", "dtype", "offset")},
+                "nbytes": _count(b, "nbytes"),
+            }
             for b in buffers[:12]
         ],
     }
