@@ -24,6 +24,7 @@ Next file: ``cpu_compile.py`` (the compiler and what is checked afterwards).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,14 +78,16 @@ class _Instance:
 
 
 def _literal(name: str, value: Constant) -> str:
-    """A constant as C.  Floats are hexadecimal: the exact double, rounded once by the kernel."""
+    """A constant as C.  Floats are hexadecimal: the exact double, rounded once."""
     if isinstance(value, str):
         spelled = C_NAMES.get(name, {}).get(value)
         if spelled is None:
             raise UnsupportedError(f"no CPU kernel takes {name} = {value!r}")
         return spelled
     if isinstance(value, float):
-        return f"{value.hex()}f" if value == np.float32(value) else f"(float){value.hex()}"
+        if not math.isfinite(value):
+            raise UnsupportedError(f"{name} = {value} is not a finite number")
+        return f"(float){value.hex()}"
     return str(value)
 
 

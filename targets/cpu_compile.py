@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 from importlib import metadata, util
 from pathlib import Path
@@ -82,17 +81,11 @@ def compile_shared_object(source: str, target: Target, work_dir: Path | None = N
 
     Raises UnsupportedError when there is no compiler, BuildError when it fails.
     """
-    if util.find_spec("ziglang") is None:
-        raise UnsupportedError(
-            "compiling CPU kernels needs the ziglang package", next_step="pip install ziglang"
-        )
+    zig = _zig()
     with tempfile.TemporaryDirectory(prefix="zerolayer-") as folder:
         place = Path(folder)
         (place / "module.c").write_text(source, "utf-8")
-        command = [
-            sys.executable, "-I", "-m", "ziglang", "cc", *cpu_flag(target),
-            "-o", "module.so", "module.c",
-        ]  # fmt: skip
+        command = [str(zig), "cc", *cpu_flag(target), "-o", "module.so", "module.c"]
         try:
             done = subprocess.run(
                 command,
@@ -119,6 +112,17 @@ def compile_shared_object(source: str, target: Target, work_dir: Path | None = N
         data = (place / "module.so").read_bytes()
     check_object(data, target)
     return data
+
+
+def _zig() -> Path:
+    """The compiler's program, found without running Python once more."""
+    spec = util.find_spec("ziglang")
+    zig = Path(spec.origin).parent / "zig" if spec is not None and spec.origin else None
+    if zig is None or not zig.is_file():
+        raise UnsupportedError(
+            "compiling CPU kernels needs the ziglang package", next_step="pip install ziglang"
+        )
+    return zig
 
 
 def _environment(work_dir: Path) -> dict[str, str]:

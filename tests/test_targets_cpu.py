@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import re
+import shutil
 import subprocess
 import sys
 from array import array
@@ -396,7 +398,44 @@ def test_decode_is_predicted_at_memory_bandwidth() -> None:
     assert [f["name"] for f in one.injected["facts"]]  # type: ignore[attr-defined]
 
 
-def test_elf_of_every_level(f32: Built) -> None:
-    found = read_shared_object(f32[2].files[f32[2].entry])
-    assert found.machine == 62
-    assert all(v.startswith("GLIBC_2.") for v in found.versions)
+#: what may not be in the machine code of a level: (registers, mnemonics)
+ABOVE = {
+    "x86-64-v3": r"%zmm|%[xy]mm(1[6-9]|2\d|3[01])|\{%k[1-7]\}|vpdpbusd|vdpbf16|tdpb",
+    "x86-64-v4": r"vpdp|vdpbf16|vcvtne2?ps2bf16|vpermb|vpermi2b|vpermt2b|vpmultishift|tdpb",
+    "zen4": r"tdpb|tileload|\bv(add|mul|fmadd\w*)ph\b|vpdpbssd",
+}
+
+
+@pytest.mark.parametrize("name", sorted(ABOVE))
+def test_no_instruction_above_the_level(name: str, tmp_path: Path) -> None:
+    target = small(load_target(name))
+    binaries = build("int8", "balanced", target)[2]
+    code = binaries.files[binaries.entry]
+    (tmp_path / "m.so").write_bytes(code)
+    objdump = shutil.which("objdump") or shutil.which("llvm-objdump")
+    assert objdump, "install binutils: this test reads the machine code"
+    listing = subprocess.run(
+        [objdump, "-d", "--no-show-raw-insn", str(tmp_path / "m.so")],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    lines = [x for x in listing.splitlines() if ":\t" in x]
+    assert len(lines) > 1000
+    found = [x for x in lines if re.search(ABOVE[name], x)]
+    assert not found, found[:3]
+    # and the level is used: its own matrix instruction is there
+    used = {"x86-64-v3": "vpmaddubsw", "x86-64-v4": "%zmm", "zen4": "vpdpbusd"}[name]
+    assert any(used in x for x in lines)
+    assert read_shared_object(code).machine == 62
+
+
+def test_a_constant_that_is_not_finite() -> None:
+    _, program = step_program(tiny_decoder(), HOST, "f32")
+    (entry,) = program.entry_points
+    calls = tuple(
+        replace(
+            c, constants=tuple((n, float("inf") if n == "scale" else v) for n, v in c.constants)
+        )
+        for c in entry.calls
+    )
+    with pytest.raises(UnsupportedError, match="finite"):
+        cpu.render(replace(program, entry_points=(replace(entry, calls=calls),)), HOST)
