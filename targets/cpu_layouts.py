@@ -1,16 +1,16 @@
 """How CPU kernels want their weights: the ``rows16`` layout.
 
-In: a tensor's bytes as the file stores them, ``uint8 [N, row_bytes]``.  Out: :func:`packed_bytes` and
-:func:`pack`, pure functions of those bytes.  Next file: ``templates/cpu/zl_weights.h``, which reads
-the layout.
+In: a tensor's bytes as the file stores them, ``uint8 [N, row_bytes]``. Out: :func:`packed_bytes`
+and :func:`pack`, pure functions of those bytes. Next file: ``templates/cpu/zl_weights.h``, which
+reads the layout.
 
 Rows come in groups of 16, one row per 32-bit vector lane; N is padded to a multiple of 16 with
-zero rows and nothing else is added: a packed tensor has the bits per weight of its file.  A group is
-contiguous and its blocks follow each other in K order, which is the order of use.
+zero rows and nothing else is added: a packed tensor has the bits per weight of its file. A group
+is contiguous and its blocks follow each other in K order, which is the order of use.
 
-Inside a block of 32 columns the codes, unsigned, form 8 vectors of 64 bytes: byte ``4 r + i`` of vector
-``j`` is row ``r``, column ``4 j + i``, so one ``vpdpbusd`` with 4 broadcast activations advances 16 rows by
-4 columns.  Codes narrower than a byte are stored as planes:
+Inside a block of 32 columns the codes, unsigned, form 8 vectors of 64 bytes: byte ``4 r + i`` of
+vector ``j`` is row ``r``, column ``4 j + i``, so one ``vpdpbusd`` with 4 broadcast activations
+advances 16 rows by 4 columns. Codes narrower than a byte are stored as planes:
 
     nibbles  4 x 64 bytes: vector v holds code vector 2v in the low and 2v + 1 in the high nibble
     crumbs   2 x 64 bytes: vector v holds code vector 4v + i in bits 2i, 2i + 1
@@ -28,12 +28,13 @@ Inside a block of 32 columns the codes, unsigned, form 8 vectors of 64 bytes: by
     Q2_K            d f16[16], dmin f16[16], u8[16 groups][16] (scale | min << 4), 8 x crumbs
     Q3_K            d f16[16], scales + 32, 8 x (crumbs, bits (code bit 2))
 
-Six-bit sub-scales ``x[group][16 rows]`` are two planes: for G groups, G/2 x 16 bytes (low 4 bits of group
-``g`` in the low nibble, of group ``g + G/2`` in the high nibble), then G/4 x 16 bytes (high 2 bits of group
-``g`` at bit ``2 (g / (G/4))`` of row ``g % (G/4)``).
+Six-bit sub-scales ``x[group][16 rows]`` are two planes: for G groups, G/2 x 16 bytes (low 4 bits
+of group ``g`` in the low nibble, of group ``g + G/2`` in the high nibble), then G/4 x 16 bytes
+(high 2 bits of group ``g`` at bit ``2 (g / (G/4))`` of row ``g % (G/4)``).
 
     F32, F16        [K][16] elements
-    BF16            [ceil(K / 2)][16][2] elements: two columns per 32-bit lane; an odd K gets a zero column
+    BF16            [ceil(K / 2)][16][2] elements: two columns per 32-bit lane; an odd
+                    K gets a zero column
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def packed_bytes(layout: str, format: str, n: int, k: int) -> int:
 
 
 def pack(layout: str, format: str, raw: U8) -> U8:
-    """``raw`` uint8 [N, row_bytes] (for F32, F16 and BF16 the little-endian elements) in ``layout``.
+    """``raw`` uint8 [N, row_bytes] (for F32, F16 and BF16 the little-endian elements) in
+    ``layout``.
 
     Returns uint8 [packed_bytes].  Deterministic; works on a bounded number of rows at a time.
     """
@@ -121,26 +123,42 @@ def _pack_groups(format: str, raw: U8) -> U8:
     return np.concatenate(blocks, axis=2).reshape(groups, -1)
 
 
+def _down(x: U8, bits: int) -> U8:
+    out: U8 = np.right_shift(x, np.uint8(bits))
+    return out
+
+
+def _up(x: U8, bits: int) -> U8:
+    out: U8 = np.left_shift(x, np.uint8(bits))
+    return out
+
+
+def _low(x: U8, bits: int) -> U8:
+    out: U8 = np.bitwise_and(x, np.uint8((1 << bits) - 1))
+    return out
+
+
 def _vectors(codes: U8) -> U8:
     """[G * 16, K] -> [G, K / 32, 8 vectors, 64 bytes]."""
     groups, k = codes.shape[0] // LANES, codes.shape[1]
-    return (
+    out: U8 = (
         codes.reshape(groups, LANES, k // 32, 8, 4)
         .transpose(0, 2, 3, 1, 4)
         .reshape(groups, k // 32, 8, 64)
     )
+    return out
 
 
 def _nibbles(v: U8) -> U8:
     """[G, KB, 8, 64] low 4 bits -> [G, KB, 256]."""
-    v = v & 15
-    return (v[:, :, 0::2] | (v[:, :, 1::2] << 4)).reshape(*v.shape[:2], 256)
+    v = _low(v, 4)
+    return (v[:, :, 0::2] | _up(v[:, :, 1::2], 4)).reshape(*v.shape[:2], 256)
 
 
 def _crumbs(v: U8) -> U8:
     """[G, KB, 8, 64] low 2 bits -> [G, KB, 128]."""
-    v = (v & 3).reshape(*v.shape[:2], 2, 4, 64)
-    out = v[:, :, :, 0] | (v[:, :, :, 1] << 2) | (v[:, :, :, 2] << 4) | (v[:, :, :, 3] << 6)
+    v = _low(v, 2).reshape(*v.shape[:2], 2, 4, 64)
+    out = v[:, :, :, 0] | _up(v[:, :, :, 1], 2) | _up(v[:, :, :, 2], 4) | _up(v[:, :, :, 3], 6)
     return out.reshape(*v.shape[:2], 128)
 
 
@@ -148,7 +166,7 @@ def _bits(v: U8) -> U8:
     """[G, KB, 8, 64] lowest bit -> [G, KB, 64]."""
     out = np.zeros((*v.shape[:2], 64), dtype=np.uint8)
     for j in range(8):
-        out |= (v[:, :, j] & 1) << j
+        out |= _up(_low(v[:, :, j], 1), j)
     return out
 
 
@@ -169,10 +187,10 @@ def _sub(x: npt.NDArray[np.int8], per_block: int) -> U8:
 def _six_bits(x: U8) -> U8:
     """[G, SB, groups, 16] values below 64 -> [G, SB, groups * 12]."""
     half, quarter = x.shape[2] // 2, x.shape[2] // 4
-    low = (x[:, :, :half] & 15) | ((x[:, :, half:] & 15) << 4)
+    low = _low(x[:, :, :half], 4) | _up(_low(x[:, :, half:], 4), 4)
     high = np.zeros((*x.shape[:2], quarter, LANES), dtype=np.uint8)
     for i in range(4):
-        high |= (x[:, :, i * quarter : (i + 1) * quarter] >> 4) << (2 * i)
+        high |= _up(_down(x[:, :, i * quarter : (i + 1) * quarter], 4), 2 * i)
     return np.concatenate([low, high], axis=2).reshape(*x.shape[:2], -1)
 
 
@@ -195,7 +213,7 @@ def _parts_small(p: Components) -> list[U8]:
         out.append(_m(p))
     out.append(_nibbles(v))
     if p.format.code_bits == 5:
-        out.append(_bits(v >> 4))
+        out.append(_bits(_down(v, 4)))
     return out
 
 
@@ -207,7 +225,7 @@ def _parts_q8_0(p: Components) -> list[U8]:
 def _parts_q4_q5_k(p: Components) -> list[U8]:
     assert p.scales is not None and p.mins is not None
     v = _vectors(p.codes)
-    planes = [_nibbles(v)] if p.format.code_bits == 4 else [_nibbles(v), _bits(v >> 4)]
+    planes = [_nibbles(v)] if p.format.code_bits == 4 else [_nibbles(v), _bits(_down(v, 4))]
     return [
         _halves(p.d),
         _m(p),
@@ -224,13 +242,13 @@ def _parts_q6_k(p: Components) -> list[U8]:
     return [
         _halves(p.d),
         scales.reshape(*scales.shape[:2], -1),
-        _super([_nibbles(v), _crumbs(v >> 4)]),
+        _super([_nibbles(v), _crumbs(_down(v, 4))]),
     ]
 
 
 def _parts_q2_k(p: Components) -> list[U8]:
     assert p.scales is not None and p.mins is not None
-    both = _sub(p.scales, 16) | (_sub(p.mins, 16) << 4)
+    both = _sub(p.scales, 16) | _up(_sub(p.mins, 16), 4)
     return [
         _halves(p.d),
         _m(p),
@@ -243,7 +261,7 @@ def _parts_q3_k(p: Components) -> list[U8]:
     assert p.scales is not None
     v = _vectors(p.codes)
     biased = (p.scales.astype(np.int16) + 32).astype(np.int8)
-    return [_halves(p.d), _six_bits(_sub(biased, 16)), _super([_crumbs(v), _bits(v >> 2)])]
+    return [_halves(p.d), _six_bits(_sub(biased, 16)), _super([_crumbs(v), _bits(_down(v, 2))])]
 
 
 _BLOCK_PARTS = {

@@ -1,16 +1,16 @@
 """The CPU family's kernel table.
 
-In: nothing.  Out: ``ROWS`` (one :class:`KernelRow` per kernel and instruction-set level, best first),
-``C_NAMES`` (how a constant that is a string is spelled in C) and :func:`scratch_bytes`.  Next file:
-``cpu_layouts.py`` (how weights are packed for these kernels).
+In: nothing. Out: ``ROWS`` (one :class:`KernelRow` per kernel and instruction-set level, best
+first), ``C_NAMES`` (how a constant that is a string is spelled in C) and :func:`scratch_bytes`.
+Next file: ``cpu_layouts.py`` (how weights are packed for these kernels).
 
 The code of all levels is one source: ``templates/cpu/zl_simd.h`` maps a few primitives to
-instructions.  A row still names its level, so that what runs is what the manifest says.
+instructions. A row still names its level, so that what runs is what the manifest says.
 
-Operands of a call, in order: the graph operator's inputs (absent optional: NULL), its outputs, the
-row's constants.  Token ids, positions, sequence starts, block table and logit rows are ``int32_t``
-arrays of the batch; KV caches are ``char *`` into KV block 0 (see zl_task.h).  Sizes: ``N`` outputs,
-``K`` inputs of a matrix, ``C`` elements per row, all without padding.
+Operands of a call, in order: the graph operator's inputs (absent optional: NULL), its outputs,
+the row's constants. Token ids, positions, sequence starts, block table and logit rows are
+``int32_t`` arrays of the batch; KV caches are ``char *`` into KV block 0 (see zl_task.h). Sizes:
+``N`` outputs, ``K`` inputs of a matrix, ``C`` elements per row, all without padding.
 """
 
 from __future__ import annotations
@@ -98,19 +98,31 @@ def _head_dim(constants: Mapping[str, Constant]) -> str | None:
     return None
 
 
+_ANY = _all()
 _PAGED = _all(_multiple("block_size", 16), _multiple("head_dim", 8), _head_dim, _heads)
 _ATTENTION = (
     "num_heads", "kv_num_heads", "head_dim", "scale", "softcap", "window", "block_size", "kv_dtype",
 )  # fmt: skip
 _QKV = (
-    "K", "num_heads", "kv_num_heads", "head_dim", "rotary_dim", "interleaved", "epsilon", "block_size",
-    "kv_dtype", "format_q", "format_k", "format_v",
-)  # fmt: skip
+    "K",
+    "num_heads",
+    "kv_num_heads",
+    "head_dim",
+    "rotary_dim",
+    "interleaved",
+    "epsilon",
+    "block_size",
+    "kv_dtype",
+    "format_q",
+    "format_k",
+    "format_v",
+)
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A row before it is repeated per level; ``floats`` is the form for f32 and bf16 activations."""
+    """A row before it is repeated per level; ``floats`` is the form for f32 and bf16
+    activations."""
 
     op: str
     header: str
@@ -119,7 +131,7 @@ class _Kernel:
     weights: int = 0
     bundle: str = ""  # "int8", "floats" or "" (no activation kind)
     formats: frozenset[str] = FORMATS
-    constraint: Callable[[Mapping[str, Constant]], str | None] = _all()
+    constraint: Callable[[Mapping[str, Constant]], str | None] = _ANY
 
 
 def _linear_kernels() -> list[_Kernel]:
@@ -146,9 +158,17 @@ def _linear_kernels() -> list[_Kernel]:
         _Kernel("QkvRopeCache", "zl_qkv.h", "zl_qkv_rope_cache_int8", _QKV, 3, "int8", BLOCK, check)
     )
     out.append(
-        _Kernel("QkvRopeCache", "zl_qkv.h", "zl_qkv_rope_cache_float", (*_QKV, "activation_kind"), 3,
-                "floats", FORMATS, check)
-    )  # fmt: skip
+        _Kernel(
+            "QkvRopeCache",
+            "zl_qkv.h",
+            "zl_qkv_rope_cache_float",
+            (*_QKV, "activation_kind"),
+            3,
+            "floats",
+            FORMATS,
+            check,
+        )
+    )
     return out
 
 
@@ -156,23 +176,47 @@ _KERNELS: tuple[_Kernel, ...] = (
     *_linear_kernels(),
     _Kernel("Embed", "zl_embed.h", "zl_embed", ("C", "scale", "format"), 1),
     _Kernel("QuantizeInt8", "zl_norm.h", "zl_quantize_int8", ("C",), constraint=_multiple("C", 32)),
-    _Kernel("RmsNormQuantizeInt8", "zl_norm.h", "zl_rms_norm_quantize", ("C", "epsilon"),
-            constraint=_multiple("C", 32)),
-    _Kernel("LayerNormQuantizeInt8", "zl_norm.h", "zl_layer_norm_quantize", ("C", "epsilon"),
-            constraint=_multiple("C", 32)),
+    _Kernel(
+        "RmsNormQuantizeInt8",
+        "zl_norm.h",
+        "zl_rms_norm_quantize",
+        ("C", "epsilon"),
+        constraint=_multiple("C", 32),
+    ),
+    _Kernel(
+        "LayerNormQuantizeInt8",
+        "zl_norm.h",
+        "zl_layer_norm_quantize",
+        ("C", "epsilon"),
+        constraint=_multiple("C", 32),
+    ),
     _Kernel("RMSNormalization", "zl_norm.h", "zl_rms_norm", ("C", "epsilon")),
     _Kernel("LayerNormalization", "zl_norm.h", "zl_layer_norm", ("C", "epsilon")),
     _Kernel("HeadNorm", "zl_norm.h", "zl_head_norm", ("num_heads", "head_dim", "epsilon")),
     _Kernel("RopeTable", "zl_rope.h", "zl_rope_table", ("rotary_dim", "factor")),
     _Kernel("Rope", "zl_rope.h", "zl_rope", ("num_heads", "head_dim", "rotary_dim", "interleaved")),
-    _Kernel("CacheWrite", "zl_attention.h", "zl_cache_write",
-            ("kv_num_heads", "head_dim", "block_size", "role", "kv_dtype"), constraint=_PAGED),
-    _Kernel("PagedAttention", "zl_attention.h", "zl_paged_attention", _ATTENTION, constraint=_PAGED),
-    _Kernel("PagedAttentionQuantizeInt8", "zl_attention.h", "zl_paged_attention_quantize", _ATTENTION,
-            constraint=_all(_PAGED, _multiple("head_dim", 32))),
+    _Kernel(
+        "CacheWrite",
+        "zl_attention.h",
+        "zl_cache_write",
+        ("kv_num_heads", "head_dim", "block_size", "role", "kv_dtype"),
+        constraint=_PAGED,
+    ),
+    _Kernel(
+        "PagedAttention", "zl_attention.h", "zl_paged_attention", _ATTENTION, constraint=_PAGED
+    ),
+    _Kernel(
+        "PagedAttentionQuantizeInt8",
+        "zl_attention.h",
+        "zl_paged_attention_quantize",
+        _ATTENTION,
+        constraint=_all(_PAGED, _multiple("head_dim", 32)),
+    ),
     _Kernel("Softcap", "zl_elementwise.h", "zl_softcap", ("C", "cap")),
-    *(_Kernel(op, "zl_elementwise.h", f"zl_{op.lower()}", ("C", "broadcast"))
-      for op in ("Add", "Sub", "Mul", "Div")),
+    *(
+        _Kernel(op, "zl_elementwise.h", f"zl_{op.lower()}", ("C", "broadcast"))
+        for op in ("Add", "Sub", "Mul", "Div")
+    ),
     _Kernel("Swish", "zl_elementwise.h", "zl_swish", ("C", "alpha")),
     _Kernel("Gelu", "zl_elementwise.h", "zl_gelu", ("C", "approximate")),
     _Kernel("Relu", "zl_elementwise.h", "zl_relu", ("C",)),
@@ -180,7 +224,7 @@ _KERNELS: tuple[_Kernel, ...] = (
     _Kernel("Sigmoid", "zl_elementwise.h", "zl_sigmoid_rows", ("C",)),
     _Kernel("Softmax", "zl_elementwise.h", "zl_softmax", ("C",)),
     _Kernel("Gather", "zl_elementwise.h", "zl_gather", ("C",)),
-)  # fmt: skip
+)
 
 
 def _rows() -> tuple[KernelRow, ...]:

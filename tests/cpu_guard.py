@@ -1,7 +1,8 @@
-"""Runs the kernel tests' cases on one library with guarded arrays; a fault or a trap ends the process.
+"""Runs the kernel tests' cases on one library with guarded arrays; a fault or a trap ends the
+process.
 
-In: a level's name as argument.  Out: exit status 0 and one line per case.  Next file: ``test_cpu_kernels_step.py``,
-which starts this.
+In: a level's name as argument. Out: exit status 0 and one line per case. Next file:
+``test_cpu_kernels_step.py``, which starts this.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ def cases(function: Callable[..., Any]) -> list[dict[str, Any]]:
     """The parameter sets of a test function's ``parametrize`` marks."""
     out: list[dict[str, Any]] = [{}]
     for mark in getattr(function, "pytestmark", []):
-        names = [n.strip() for n in mark.args[0].split(",")] if isinstance(mark.args[0], str) else list(mark.args[0])
+        names = (
+            [n.strip() for n in mark.args[0].split(",")]
+            if isinstance(mark.args[0], str)
+            else list(mark.args[0])
+        )
         sets = [dict(zip(names, v if len(names) > 1 else [v], strict=True)) for v in mark.args[1]]
         out = [{**a, **b} for a in out for b in sets]
     return out
@@ -28,16 +33,29 @@ def cases(function: Callable[..., Any]) -> list[dict[str, Any]]:
 
 def main(level: str) -> None:
     kernels = Kernels(library(level), guard=True)
-    tests = [
-        linear.test_linear_int8, linear.test_linear_float, linear.test_integer_dot_products_are_exact, linear.test_fused_forms,
-        layers.test_embed, layers.test_norms_and_quantize, layers.test_norms_of_widths_that_are_not_vectors,
-        layers.test_quantize_of_extremes, layers.test_rope_table_is_right_for_large_angles, layers.test_rope, layers.test_attention,
-        layers.test_qkv_rope_cache, layers.test_elementwise,
-    ]  # fmt: skip
+    tests: list[Callable[..., Any]] = [
+        linear.test_linear_int8,
+        linear.test_linear_float,
+        linear.test_integer_dot_products_are_exact,
+        linear.test_fused_forms,
+        layers.test_embed,
+        layers.test_norms_and_quantize,
+        layers.test_norms_of_widths_that_are_not_vectors,
+        layers.test_quantize_of_extremes,
+        layers.test_rope_table_is_right_for_large_angles,
+        layers.test_rope,
+        layers.test_attention,
+        layers.test_qkv_rope_cache,
+        layers.test_elementwise,
+    ]
     for test in tests:
         for case in cases(test):
             fmt = case.get("fmt")
-            base = {"test_linear_int8": "linear_int8", "test_linear_float": "linear_float", "test_embed": "embed"}
+            base = {
+                "test_linear_int8": "linear_int8",
+                "test_linear_float": "linear_float",
+                "test_embed": "embed",
+            }
             if fmt and not has(level, f"{base[test.__name__]}_{fmt}"):
                 continue
             print(test.__name__, case, flush=True)

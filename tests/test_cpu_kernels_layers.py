@@ -1,4 +1,7 @@
-"""Norms, rotary embedding, KV cache, attention, elementwise kernels and the embedding, against numpy in float64."""
+"""Norms, rope, KV cache, attention, elementwise kernels and embedding, against numpy.
+
+References are float64.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,28 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpu_harness import BLOCK, KV_BLOCK_BYTES, PLAIN, Batch, Kernels, floats, has
-from test_cpu_kernels_linear import BF16, F32, bundle, expand, level_of, needs, packed, to_bf16, weights
-from test_cpu_kernels_linear import kernels as kernels  # a fixture
+from cpu_harness import BLOCK, KV_BLOCK_BYTES, PLAIN, Batch, Kernels, floats, kernels_for
+from test_cpu_kernels_linear import (
+    BF16,
+    F32,
+    bundle,
+    expand,
+    needs,
+    packed,
+    to_bf16,
+    weights,
+)
 
 F16 = 1  # enum zl_kv_dtype
 
 
+@pytest.fixture(scope="session", params=["zen4", "v3"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return kernels_for(request.param)
+
+
 @pytest.mark.parametrize("fmt", [*BLOCK, *PLAIN])
 def test_embed(kernels: Kernels, fmt: str) -> None:
-    needs(kernels, f"embed_{fmt}")
     rng = np.random.default_rng(1)
     c = 256 if fmt not in PLAIN else 37
     raw, w = weights(rng, fmt, 35, c)
@@ -32,7 +47,6 @@ def test_embed(kernels: Kernels, fmt: str) -> None:
 @pytest.mark.parametrize("c", [32, 96, 576, 2048])
 @pytest.mark.parametrize("t", [1, 3])
 def test_norms_and_quantize(kernels: Kernels, c: int, t: int) -> None:
-    needs(kernels, "rms_norm")
     rng = np.random.default_rng(2)
     x, w, b = floats(rng, t, c) * 3 + 1, floats(rng, c), floats(rng, c)
     x64 = x.astype(np.float64)
@@ -40,10 +54,16 @@ def test_norms_and_quantize(kernels: Kernels, c: int, t: int) -> None:
     centred = x64 - x64.mean(axis=1, keepdims=True)
     layer = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5) * w
     y = np.zeros_like(x)
-    q, s, u = np.zeros((t, c), np.int8), np.zeros((t, c // 32), np.float32), np.zeros((t, c // 16), np.float32)
+    q, s, u = (
+        np.zeros((t, c), np.int8),
+        np.zeros((t, c // 32), np.float32),
+        np.zeros((t, c // 16), np.float32),
+    )
     for name, inputs, want in [
-        ("rms_norm", [x, w], rms), ("layer_norm", [x, w, b], layer + b), ("layer_norm", [x, w, None], layer),
-    ]:  # fmt: skip
+        ("rms_norm", [x, w], rms),
+        ("layer_norm", [x, w, b], layer + b),
+        ("layer_norm", [x, w, None], layer),
+    ]:
         kernels.call(name, t, [*inputs, y], [c], [1e-5])
         np.testing.assert_allclose(y, want, rtol=2e-6, atol=2e-6)
         kernels.call(f"{name}_quantize", t, [*inputs, q, s, u], [c], [1e-5])
@@ -59,7 +79,6 @@ def test_norms_and_quantize(kernels: Kernels, c: int, t: int) -> None:
 
 
 def test_norms_of_widths_that_are_not_vectors(kernels: Kernels) -> None:
-    needs(kernels, "rms_norm")
     rng = np.random.default_rng(3)
     for c in (1, 15, 17, 63, 65, 100):
         x, w = floats(rng, 3, c), floats(rng, c)
@@ -67,12 +86,13 @@ def test_norms_of_widths_that_are_not_vectors(kernels: Kernels) -> None:
         kernels.call("layer_norm", 3, [x, w, None, y], [c], [1e-5])
         x64 = x.astype(np.float64)
         centred = x64 - x64.mean(axis=1, keepdims=True)
-        np.testing.assert_allclose(y, centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5) * w, atol=5e-5)
+        np.testing.assert_allclose(
+            y, centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5) * w, atol=5e-5
+        )
 
 
 def test_quantize_of_extremes(kernels: Kernels) -> None:
     """All zero, one value, denormals, infinity and NaN: no trap, q within int8."""
-    needs(kernels, "quantize")
     x = np.zeros((6, 32), np.float32)
     x[1, 5] = -3
     x[2] = 1e-45
@@ -90,14 +110,17 @@ def rope_reference(x: Any, cos: Any, sin: Any, rd: int, interleaved: bool) -> An
     """x [T, heads, hd]."""
     out = x.astype(np.float64).copy()
     c, s = cos[:, None, :].astype(np.float64), sin[:, None, :].astype(np.float64)
-    i, j = (slice(0, rd, 2), slice(1, rd, 2)) if interleaved else (slice(0, rd // 2), slice(rd // 2, rd))
+    i, j = (
+        (slice(0, rd, 2), slice(1, rd, 2))
+        if interleaved
+        else (slice(0, rd // 2), slice(rd // 2, rd))
+    )
     a, b = x[..., i], x[..., j]
     out[..., i], out[..., j] = a * c - b * s, a * s + b * c
     return out
 
 
 def test_rope_table_is_right_for_large_angles(kernels: Kernels) -> None:
-    needs(kernels, "rope_table")
     positions = np.array([0, 1, 7, 8191, 131071, 1048575, 2**31 - 1], np.int32)
     inv = (10000.0 ** -(np.arange(32) / 32)).astype(np.float32)
     c, s = np.zeros((7, 32), np.float32), np.zeros((7, 32), np.float32)
@@ -113,7 +136,6 @@ def test_rope_table_is_right_for_large_angles(kernels: Kernels) -> None:
 @pytest.mark.parametrize(("hd", "rd"), [(64, 64), (64, 16), (24, 24), (80, 32)])
 @pytest.mark.parametrize("interleaved", [0, 1])
 def test_rope(kernels: Kernels, hd: int, rd: int, interleaved: int) -> None:
-    needs(kernels, "rope")
     rng = np.random.default_rng(4)
     x, cos, sin = floats(rng, 3, 5 * hd), floats(rng, 3, rd // 2), floats(rng, 3, rd // 2)
     y = np.zeros_like(x)
@@ -125,7 +147,8 @@ def test_rope(kernels: Kernels, hd: int, rd: int, interleaved: int) -> None:
 
 
 def make_batch(lengths: list[tuple[int, int]], block_size: int) -> tuple[Batch, int, int]:
-    """Sequences of (context before, new tokens), blocks dealt out in reverse: batch, T, number of blocks."""
+    """Sequences of (context before, new tokens), blocks dealt out in reverse: batch, T, number of
+    blocks."""
     starts = np.cumsum([0, *(n for _, n in lengths)]).astype(np.int32)
     positions = np.concatenate([np.arange(p, p + n) for p, n in lengths]).astype(np.int32)
     seqs = np.repeat(np.arange(len(lengths)), [n for _, n in lengths]).astype(np.int32)
@@ -140,16 +163,34 @@ def make_batch(lengths: list[tuple[int, int]], block_size: int) -> tuple[Batch, 
     return Batch(seqs, positions, starts, table), len(positions), total
 
 
-def fill_cache(k: Kernels, lengths: list[tuple[int, int]], block_size: int, blocks: Any, offset: int, x: list[Any], kvh: int, hd: int,
-               role: int, dtype: int) -> None:  # fmt: skip
+def fill_cache(
+    k: Kernels,
+    lengths: list[tuple[int, int]],
+    block_size: int,
+    blocks: Any,
+    offset: int,
+    x: list[Any],
+    kvh: int,
+    hd: int,
+    role: int,
+    dtype: int,
+) -> None:
     """Writes whole contexts x[s] [context, kvh*hd] through CacheWrite."""
     whole, t, _ = make_batch([(0, p + n) for p, n in lengths], block_size)
     rows = np.concatenate(x)
     cache = blocks[offset:]
-    k.call("cache_write", t, [cache, rows, whole.positions, None, None, cache], [kvh, hd, block_size, role, dtype], batch=whole)
+    k.call(
+        "cache_write",
+        t,
+        [cache, rows, whole.positions, None, None, cache],
+        [kvh, hd, block_size, role, dtype],
+        batch=whole,
+    )
 
 
-def attention_reference(q: Any, k: Any, v: Any, p: int, scale: float, softcap: float, window: int, group: int) -> Any:
+def attention_reference(
+    q: Any, k: Any, v: Any, p: int, scale: float, softcap: float, window: int, group: int
+) -> Any:
     """One token: q [H, hd], k and v [context, kvh, hd]."""
     lo = max(0, p - window + 1) if window else 0
     out = np.zeros(q.shape)
@@ -173,9 +214,17 @@ def attention_reference(q: Any, k: Any, v: Any, p: int, scale: float, softcap: f
         (2, 2, 256, 16, 0, 0.0, F16, [(20, 3)]),
     ],
 )
-def test_attention(kernels: Kernels, heads: int, kvh: int, hd: int, block_size: int, window: int, softcap: float, dtype: int,
-                   lengths: list[tuple[int, int]]) -> None:  # fmt: skip
-    needs(kernels, "attention")
+def test_attention(
+    kernels: Kernels,
+    heads: int,
+    kvh: int,
+    hd: int,
+    block_size: int,
+    window: int,
+    softcap: float,
+    dtype: int,
+    lengths: list[tuple[int, int]],
+) -> None:
     rng = np.random.default_rng(5)
     batch, t, total = make_batch(lengths, block_size)
     blocks = np.full(total * KV_BLOCK_BYTES, 0xFF, np.uint8)  # NaN wherever nothing was written
@@ -192,40 +241,69 @@ def test_attention(kernels: Kernels, heads: int, kvh: int, hd: int, block_size: 
     arrays = [q, blocks[k_offset:], blocks[v_offset:], batch.positions, None, None]
     kernels.call("attention", t, [*arrays, y], ints, [scale, softcap], batch)
     kept = np.float16 if dtype == F16 else np.float32
-    want = np.stack([
-        attention_reference(
-            q[i].reshape(heads, hd), *(c[batch.token_seq[i]].astype(kept).reshape(-1, kvh, hd) for c in (ks, vs)),
-            int(batch.positions[i]), scale, softcap, window, heads // kvh,
-        ).reshape(-1)
-        for i in range(t)
-    ])  # fmt: skip
+    want = np.zeros((t, heads * hd))
+    for i in range(t):
+        s, p = int(batch.token_seq[i]), int(batch.positions[i])
+        ck, cv = (c[s].astype(kept).reshape(-1, kvh, hd) for c in (ks, vs))
+        one_q = q[i].reshape(heads, hd)
+        answer = attention_reference(one_q, ck, cv, p, scale, softcap, window, heads // kvh)
+        want[i] = answer.reshape(-1)
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=2e-6)
     # the same tokens alone, with another number of threads: the same bits
     starts = batch.seq_starts
     for i in (0, t - 1):
         s = int(batch.token_seq[i])
-        one = Batch(np.zeros(1, np.int32), batch.positions[i : i + 1], np.array([0, 1], np.int32), np.ascontiguousarray(batch.block_table[s : s + 1]))
+        one = Batch(
+            np.zeros(1, np.int32),
+            batch.positions[i : i + 1],
+            np.array([0, 1], np.int32),
+            np.ascontiguousarray(batch.block_table[s : s + 1]),
+        )
         row = np.zeros((1, heads * hd), np.float32)
-        kernels.call("attention", 1, [np.ascontiguousarray(q[i : i + 1]), *arrays[1:3], one.positions, None, None, row], ints, [scale, softcap], one, threads=1)
+        kernels.call(
+            "attention",
+            1,
+            [np.ascontiguousarray(q[i : i + 1]), *arrays[1:3], one.positions, None, None, row],
+            ints,
+            [scale, softcap],
+            one,
+            threads=1,
+        )
         assert (row[0] == y[i]).all()
     assert starts[-1] == t
     if hd % 32 == 0:
         n = heads * hd
-        got = [np.zeros((t, n), np.int8), np.zeros((t, n // 32), np.float32), np.zeros((t, n // 16), np.float32)]
+        got = [
+            np.zeros((t, n), np.int8),
+            np.zeros((t, n // 32), np.float32),
+            np.zeros((t, n // 16), np.float32),
+        ]
         kernels.call("attention_quantize", t, [*arrays, *got], ints, [scale, softcap], batch)
         for a, b in zip(got, bundle(y), strict=True):
             assert (a == b).all()
 
 
 @pytest.mark.parametrize("name", ["qkv_int8", "qkv_int8_mixed", "qkv_float"])
-@pytest.mark.parametrize(("hd", "rd", "interleaved", "norm", "bias"), [(64, 64, 0, 0, 1), (32, 16, 0, 1, 0), (48, 48, 1, 0, 0)])
-def test_qkv_rope_cache(kernels: Kernels, name: str, hd: int, rd: int, interleaved: int, norm: int, bias: int) -> None:
-    """The fused kernel equals its parts: projections, head norm, rope, and what CacheWrite would store."""
+@pytest.mark.parametrize(
+    ("hd", "rd", "interleaved", "norm", "bias"),
+    [(64, 64, 0, 0, 1), (32, 16, 0, 1, 0), (48, 48, 1, 0, 0)],
+)
+def test_qkv_rope_cache(
+    kernels: Kernels, name: str, hd: int, rd: int, interleaved: int, norm: int, bias: int
+) -> None:
+    """The fused kernel equals its parts: projections, head norm, rope, and what CacheWrite would
+    store."""
     needs(kernels, name)
     rng = np.random.default_rng(6)
     heads, kvh, k, bs, lengths = 6, 2, 256, 16, [(0, 9), (30, 1), (5, 3)]
     batch, t, total = make_batch(lengths, bs)
-    fmts = ("Q4_K", "Q8_0", "Q6_K") if "mixed" in name else ("Q4_1",) * 3 if "int8" in name else ("F16",) * 3
+    fmts = (
+        ("Q4_K", "Q8_0", "Q6_K")
+        if "mixed" in name
+        else ("Q4_1",) * 3
+        if "int8" in name
+        else ("F16",) * 3
+    )
     sizes = (heads * hd, kvh * hd, kvh * hd)
     ws = [weights(rng, f, n, k) for f, n in zip(fmts, sizes, strict=True)]
     biases = [floats(rng, n) if bias else None for n in sizes]
@@ -235,16 +313,32 @@ def test_qkv_rope_cache(kernels: Kernels, name: str, hd: int, rd: int, interleav
     a: list[Any] = list(bundle(x)) if "int8" in name else [x]
     value = expand(a[0], a[1]) if "int8" in name else to_bf16(x).astype(np.float64)
     cos, sin = floats(rng, t, rd // 2), floats(rng, t, rd // 2)
-    blocks = np.zeros(total * KV_BLOCK_BYTES, np.uint8)
-    other = np.zeros_like(blocks)
-    at = kvh * hd * bs * 2
+    # K and V in pools of their own
+    caches = [np.zeros(total * KV_BLOCK_BYTES, np.uint8) for _ in range(2)]
     q = np.zeros((t, heads * hd), np.float32)
     kernels.call(
-        name, t,
-        [*a, *(packed(f, w[0]) for f, w in zip(fmts, ws, strict=True)), *biases, *norms, cos, sin, blocks, blocks[at:],
-         batch.positions, None, None, q, blocks, blocks[at:]],
-        [k, heads, kvh, hd, rd, interleaved, bs, F16, *kind], [1e-6], batch,
-    )  # fmt: skip
+        name,
+        t,
+        [
+            *a,
+            *(packed(f, w[0]) for f, w in zip(fmts, ws, strict=True)),
+            *biases,
+            *norms,
+            cos,
+            sin,
+            caches[0],
+            caches[1],
+            batch.positions,
+            None,
+            None,
+            q,
+            caches[0],
+            caches[1],
+        ],
+        [k, heads, kvh, hd, rd, interleaved, bs, F16, *kind],
+        [1e-6],
+        batch,
+    )
     parts = []
     for i, n in enumerate((heads, kvh, kvh)):
         b = biases[i]
@@ -252,40 +346,79 @@ def test_qkv_rope_cache(kernels: Kernels, name: str, hd: int, rd: int, interleav
         w = norms[i] if i < 2 else None
         if w is not None:
             y = y / np.sqrt((y**2).mean(axis=2, keepdims=True) + 1e-6) * w
-        parts.append((rope_reference(y, cos, sin, rd, bool(interleaved)) if i < 2 else y).reshape(t, -1))
+        parts.append(
+            (rope_reference(y, cos, sin, rd, bool(interleaved)) if i < 2 else y).reshape(t, -1)
+        )
     np.testing.assert_allclose(q, parts[0], rtol=1e-4, atol=2e-4)
     for role in (0, 1):
-        cache = other[role * at :]
-        kernels.call("cache_write", t, [cache, parts[1 + role].astype(np.float32), batch.positions, None, None, cache],
-                     [kvh, hd, bs, role, F16], batch=batch)  # fmt: skip
-    np.testing.assert_allclose(blocks.view(np.float16).astype(np.float32), other.view(np.float16).astype(np.float32), rtol=2e-3, atol=1e-3)
+        want = np.zeros_like(caches[role])
+        rows = parts[1 + role].astype(np.float32)
+        arrays = [want, rows, batch.positions, None, None, want]
+        kernels.call("cache_write", t, arrays, [kvh, hd, bs, role, F16], batch=batch)
+        got = caches[role].view(np.float16).astype(np.float32)
+        expected = want.view(np.float16).astype(np.float32)
+        np.testing.assert_allclose(got, expected, rtol=2e-3, atol=1e-3)
 
 
 def test_cache_offsets_are_64_bit(kernels: Kernels) -> None:
     """A block id whose byte offset exceeds 32 bits: the pool is a sparse mapping of 8 GiB."""
     import mmap
 
-    needs(kernels, "cache_write")
     block = 3 * 2**31 // KV_BLOCK_BYTES
-    pool = mmap.mmap(-1, (block + 1) * KV_BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
+    pool = mmap.mmap(
+        -1, (block + 1) * KV_BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
+    )  # MAP_NORESERVE
     blocks = np.frombuffer(pool, np.uint8)
-    batch = Batch(np.zeros(1, np.int32), np.zeros(1, np.int32), np.array([0, 1], np.int32), np.array([[block]], np.int32))
+    batch = Batch(
+        np.zeros(1, np.int32),
+        np.zeros(1, np.int32),
+        np.array([0, 1], np.int32),
+        np.array([[block]], np.int32),
+    )
     x = np.arange(1, 17, dtype=np.float32)[None]
-    kernels.call("cache_write", 1, [blocks, x, batch.positions, None, None, blocks], [1, 16, 16, 1, F32], batch=batch)
+    kernels.call(
+        "cache_write",
+        1,
+        [blocks, x, batch.positions, None, None, blocks],
+        [1, 16, 16, 1, F32],
+        batch=batch,
+    )
     assert (blocks[block * KV_BLOCK_BYTES :][:64].view(np.float32) == x).all()
     y = np.zeros((1, 16), np.float32)
     k = blocks  # one position: its value is the answer whatever the score
-    kernels.call("attention", 1, [x, k, k, batch.positions, None, None, y], [1, 1, 16, 0, 16, F32], [1.0, 0.0], batch)
+    kernels.call(
+        "attention",
+        1,
+        [x, k, k, batch.positions, None, None, y],
+        [1, 1, 16, 0, 16, F32],
+        [1.0, 0.0],
+        batch,
+    )
     np.testing.assert_allclose(y, x, rtol=1e-6)
 
 
 def test_elementwise(kernels: Kernels) -> None:
-    needs(kernels, "add")
     rng = np.random.default_rng(7)
     for rows, c in [(1, 1), (3, 17), (5, 64), (2, 33)]:
-        a, b, row, one = floats(rng, rows, c), floats(rng, rows, c) + 3, floats(rng, c) + 4, floats(rng, 1) + 5
-        for name, f in [("add", np.add), ("sub", np.subtract), ("mul", np.multiply), ("div", np.divide)]:
-            for mode, left, right in [(0, a, b), (1, one, b), (2, a, one), (3, row, b), (4, a, row)]:
+        a, b, row, one = (
+            floats(rng, rows, c),
+            floats(rng, rows, c) + 3,
+            floats(rng, c) + 4,
+            floats(rng, 1) + 5,
+        )
+        for name, f in [
+            ("add", np.add),
+            ("sub", np.subtract),
+            ("mul", np.multiply),
+            ("div", np.divide),
+        ]:
+            for mode, left, right in [
+                (0, a, b),
+                (1, one, b),
+                (2, a, one),
+                (3, row, b),
+                (4, a, row),
+            ]:
                 y = np.zeros((rows, c), np.float32)
                 kernels.call(name, rows, [left, right, y], [c, mode])
                 assert (y == f(left, right)).all(), (name, mode)
@@ -315,24 +448,33 @@ def everything() -> Any:
     """Floats over the whole range, every sign and exponent."""
     bits = np.arange(0, 2**32, 20011, dtype=np.uint64).astype(np.uint32)
     x = bits.view(np.float32)
-    return np.concatenate([x[np.isfinite(x)], np.linspace(-110, 110, 100001, dtype=np.float32), np.linspace(-1, 1, 20001, dtype=np.float32)])
+    return np.concatenate(
+        [
+            x[np.isfinite(x)],
+            np.linspace(-110, 110, 100001, dtype=np.float32),
+            np.linspace(-1, 1, 20001, dtype=np.float32),
+        ]
+    )
 
 
 def test_elementary_functions(kernels: Kernels) -> None:
     """The errors that zl_math.h states."""
-    if not has(level_of(kernels), "gelu"):
-        pytest.skip("the same code as zen4")
     x = everything()
     x64 = x.astype(np.float64)
     y = np.zeros_like(x)
-    kernels.lib.exp_all(ctypes.c_void_p(x.ctypes.data), ctypes.c_void_p(y.ctypes.data), ctypes.c_int64(x.size))
+    kernels.lib.exp_all(
+        ctypes.c_void_p(x.ctypes.data), ctypes.c_void_p(y.ctypes.data), ctypes.c_int64(x.size)
+    )
     with np.errstate(over="ignore", under="ignore"):
         want = np.exp(x64)
         finite = want < 3.4028235e38
         assert ulps(y[finite], want[finite]).max() <= 2
         assert (y[want > 3.4028236e38] == np.inf).all()
         n = x.size
-        call = lambda name, *ints: kernels.call(name, 1, [x, y], [n, *ints])  # noqa: E731
+
+        def call(name: str, *ints: int) -> None:
+            kernels.call(name, 1, [x, y], [n, *ints])
+
         call("tanh")
         assert ulps(y, np.tanh(x64)).max() <= 4
         call("sigmoid")
@@ -350,5 +492,7 @@ def test_elementary_functions(kernels: Kernels) -> None:
         np.testing.assert_allclose(y[near], want, rtol=1e-5, atol=1e-7)
     special = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0], np.float32)
     y = np.zeros_like(special)
-    kernels.lib.exp_all(ctypes.c_void_p(special.ctypes.data), ctypes.c_void_p(y.ctypes.data), ctypes.c_int64(5))
+    kernels.lib.exp_all(
+        ctypes.c_void_p(special.ctypes.data), ctypes.c_void_p(y.ctypes.data), ctypes.c_int64(5)
+    )
     assert np.isnan(y[0]) and y[1] == np.inf and (y[2:] == [0, 1, 1]).all()

@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from cpu_harness import BLOCK, LEVELS, PLAIN, Kernels, floats, has, host_flags, library
+from cpu_harness import BLOCK, LEVELS, PLAIN, Kernels, floats, has, host_flags, kernels_for
 from zerolayer.targets import cpu_layouts, formats
 
 ACT = {"silu": 1, "gelu_tanh": 2, "gelu_erf": 3, "relu": 4, "tanh": 5, "sigmoid": 6}
@@ -21,10 +21,7 @@ F32, BF16 = 0, 1
 
 @pytest.fixture(scope="session", params=["zen4", "v4", "v3"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    level = request.param
-    if not LEVELS[level][1] <= host_flags():
-        pytest.skip(f"this machine cannot run {level}")
-    return Kernels(library(level))
+    return kernels_for(request.param)
 
 
 def level_of(k: Kernels) -> str:
@@ -37,18 +34,32 @@ def needs(k: Kernels, name: str) -> None:
 
 
 def weights(rng: np.random.Generator, fmt: str, n: int, k: int) -> tuple[Any, Any]:
-    """Random bytes of a format with sane scales: raw uint8 [n, row_bytes], float32 [n, k] by gguf."""
+    """Random bytes of a format with sane scales: raw uint8 [n, row_bytes], float32 [n, k] by
+    gguf."""
     if fmt in PLAIN:
         w = floats(rng, n, k)
         if fmt == "BF16":
             bits = (w.view(np.uint32) >> 16).astype(np.uint16)
-            return bits.view(np.uint8).reshape(n, -1), (bits.astype(np.uint32) << 16).view(np.float32)
+            return bits.view(np.uint8).reshape(n, -1), (bits.astype(np.uint32) << 16).view(
+                np.float32
+            )
         w = w.astype(np.float32 if fmt == "F32" else np.float16)
         return w.view(np.uint8).reshape(n, -1), w.astype(np.float32)
     f = formats.FORMATS[fmt]
     raw = rng.integers(0, 256, (n, k // f.block_elems, f.block_bytes), dtype=np.uint8)
-    halves = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "IQ4_NL": [0], "Q2_K": [80, 82],
-              "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}[fmt]  # fmt: skip
+    halves = {
+        "Q4_0": [0],
+        "Q4_1": [0, 2],
+        "Q5_0": [0],
+        "Q5_1": [0, 2],
+        "Q8_0": [0],
+        "IQ4_NL": [0],
+        "Q2_K": [80, 82],
+        "Q3_K": [108],
+        "Q4_K": [0, 2],
+        "Q5_K": [0, 2],
+        "Q6_K": [208],
+    }[fmt]
     for at in halves:
         d = (rng.standard_normal(raw.shape[:2]) * 0.01).astype(np.float16)
         raw[:, :, at : at + 2] = d[..., None].view(np.uint8)
@@ -63,7 +74,9 @@ def bundle(x: Any) -> tuple[Any, Any, Any]:
     scale = (np.abs(g).max(axis=2) / np.float32(127)).astype(np.float32)
     safe = np.where(scale == 0, np.float32(1), scale)
     q = np.clip(np.rint(g / safe[:, :, None]), -127, 127).astype(np.int8)
-    sums = (q.reshape(t, k // 32, 2, 16).astype(np.int32).sum(axis=3) * scale[:, :, None]).astype(np.float32)
+    sums = (q.reshape(t, k // 32, 2, 16).astype(np.int32).sum(axis=3) * scale[:, :, None]).astype(
+        np.float32
+    )
     return q.reshape(t, k), scale, sums.reshape(t, k // 16)
 
 
@@ -78,7 +91,8 @@ def to_bf16(x: Any) -> Any:
 
 
 def bound(a: Any, w: Any, eps: float = 3e-7) -> Any:
-    """Error of a float32 sum: eps times the sum of magnitudes, for codes up to 16 times the weight they stand for."""
+    """Error of a float32 sum: eps times the sum of magnitudes, for codes up to 16 times the weight
+    they stand for."""
     k = a.shape[1]
     return eps * (np.abs(a) @ np.abs(w).T) * max(1.0, k / 64) ** 0.5 * 16 + 1e-9
 
@@ -126,8 +140,19 @@ def test_linear_float(kernels: Kernels, fmt: str, kind: int) -> None:
 def test_integer_dot_products_are_exact(kernels: Kernels) -> None:
     """The extremes saturate a 16-bit multiply-add; the products must not."""
     rng = np.random.default_rng(3)
-    for u_max, s_fill in [(255, 127), (255, -128), (255, None), (128, None), (128, 127), (128, -127)]:
-        u = np.full(64, u_max, np.uint8) if s_fill else rng.integers(0, u_max + 1, 64).astype(np.uint8)
+    for u_max, s_fill in [
+        (255, 127),
+        (255, -128),
+        (255, None),
+        (128, None),
+        (128, 127),
+        (128, -127),
+    ]:
+        u = (
+            np.full(64, u_max, np.uint8)
+            if s_fill
+            else rng.integers(0, u_max + 1, 64).astype(np.uint8)
+        )
         s = np.full(64, s_fill, np.int8) if s_fill else rng.integers(-127, 128, 64).astype(np.int8)
         wide, narrow = np.zeros(16, np.int32), np.zeros(16, np.int32)
         kernels.lib.dots(*[ctypes.c_void_p(a.ctypes.data) for a in (u, s, wide, narrow)])
@@ -148,7 +173,13 @@ def test_rows_do_not_depend_on_the_batch_or_the_threads(kernels: Kernels, fmt: s
     kernels.call(f"linear_int8_{fmt}", t, [q, scale, sums, w, None, both], [n, k], threads=3)
     for i in range(t):
         row = np.zeros((1, n), np.float32)
-        kernels.call(f"linear_int8_{fmt}", 1, [q[i : i + 1], scale[i : i + 1], sums[i : i + 1], w, None, row], [n, k], threads=1)
+        kernels.call(
+            f"linear_int8_{fmt}",
+            1,
+            [q[i : i + 1], scale[i : i + 1], sums[i : i + 1], w, None, row],
+            [n, k],
+            threads=1,
+        )
         ones[i] = row
     assert (both == ones).all()
     if not has(level_of(kernels), f"linear_float_{fmt}"):
@@ -170,7 +201,9 @@ def activation(name: str, x: Any) -> Any:
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     if name == "gelu_erf":
         return 0.5 * x * (1 + np.vectorize(erf)(x / np.sqrt(2)))
-    return {"relu": lambda v: np.maximum(v, 0), "tanh": np.tanh, "sigmoid": lambda v: 1 / (1 + np.exp(-v))}[name](x)
+    if name == "relu":
+        return np.maximum(x, 0)
+    return np.tanh(x) if name == "tanh" else 1 / (1 + np.exp(-x))
 
 
 @pytest.mark.parametrize("form", ["int8", "float"])
@@ -197,14 +230,21 @@ def test_fused_forms(kernels: Kernels, form: str) -> None:
         want = activation(name, gate) * up
         kernels.call(f"gated_{form}", t, [*a, wg, wu, bg, bu, out], [n, k, act, *tail])
         np.testing.assert_allclose(out, want, rtol=1e-4, atol=3e-4)
-        q, scale, sums = np.zeros((t, n), np.int8), np.zeros((t, n // 32), np.float32), np.zeros((t, n // 16), np.float32)
-        kernels.call(f"gated_quantize_{form}", t, [*a, wg, wu, bg, bu, q, scale, sums], [n, k, act, *tail])
+        q, scale, sums = (
+            np.zeros((t, n), np.int8),
+            np.zeros((t, n // 32), np.float32),
+            np.zeros((t, n // 16), np.float32),
+        )
+        kernels.call(
+            f"gated_quantize_{form}", t, [*a, wg, wu, bg, bu, q, scale, sums], [n, k, act, *tail]
+        )
         for got, expected in zip((q, scale, sums), bundle(out), strict=True):
             assert (got == expected).all()
 
 
 def test_layout_has_the_bits_of_the_file() -> None:
-    """No growth but the padding to 16 rows, and no two weights share a bit: one flipped element changes its place only."""
+    """No growth but the padding to 16 rows, and no two weights share a bit: one flipped element
+    changes its place only."""
     rng = np.random.default_rng(6)
     for fmt in (*BLOCK, *PLAIN):
         for n, k in [(16, 256), (17, 512)]:
@@ -214,7 +254,10 @@ def test_layout_has_the_bits_of_the_file() -> None:
             one = packed(fmt, raw)
             assert one.size == size and (one == packed(fmt, raw)).all()
             if n == 16:
-                assert np.bincount(np.unpackbits(one)).tolist() == np.bincount(np.unpackbits(unsigned(fmt, raw))).tolist()
+                assert (
+                    np.bincount(np.unpackbits(one)).tolist()
+                    == np.bincount(np.unpackbits(unsigned(fmt, raw))).tolist()
+                )
 
 
 def unsigned(fmt: str, raw: Any) -> Any:
@@ -235,8 +278,10 @@ def test_hot_loop_uses_vnni(tmp_path: Path) -> None:
         pytest.skip("no objdump")
     source = tmp_path / "hot.c"
     source.write_text(
-        '#include "zl_linear_int8.h"\nvoid hot(const zl_task *t, const int8_t *q, const float *s, const float *u, '
-        "const uint8_t *w, float *o) { zl_linear_int8(t, 512, q, s, u, w, NULL, o, 576, 1536, ZL_FMT_Q4_1); }\n"
+        '#include "zl_linear_int8.h"\n'
+        "void hot(const zl_task *t, const int8_t *q, const float *s, const float *u,\n"
+        "         const uint8_t *w, float *o) {\n"
+        "  zl_linear_int8(t, 512, q, s, u, w, NULL, o, 576, 1536, ZL_FMT_Q4_1);\n}\n"
     )
     import sys
 
@@ -244,10 +289,29 @@ def test_hot_loop_uses_vnni(tmp_path: Path) -> None:
 
     target = tmp_path / "hot.o"
     subprocess.run(
-        [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-gnu", "-mcpu=znver4", "-O3", "-fPIC", *FLAGS, "-I", str(TEMPLATES),
-         "-c", str(source), "-o", str(target)], check=True,
-    )  # fmt: skip
-    text = subprocess.run(["objdump", "-d", str(target)], capture_output=True, text=True, check=True).stdout
+        [
+            sys.executable,
+            "-m",
+            "ziglang",
+            "cc",
+            "-target",
+            "x86_64-linux-gnu",
+            "-mcpu=znver4",
+            "-O3",
+            "-fPIC",
+            *FLAGS,
+            "-I",
+            str(TEMPLATES),
+            "-c",
+            str(source),
+            "-o",
+            str(target),
+        ],
+        check=True,
+    )
+    text = subprocess.run(
+        ["objdump", "-d", str(target)], capture_output=True, text=True, check=True
+    ).stdout
     dots = [line for line in text.splitlines() if "vpdpbusd" in line]
     assert len(dots) >= 8 * (8 + 4 + 2 + 1)
     assert sum("{1to16}" in line and "zmm" in line for line in dots) >= 0.9 * len(dots)

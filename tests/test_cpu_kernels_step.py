@@ -1,4 +1,5 @@
-"""What surrounds the kernels of a step: the thread team, validation of a batch, sampling; and the kernel table."""
+"""What surrounds the kernels of a step: the thread team, validation of a batch, sampling; and the
+kernel table."""
 
 from __future__ import annotations
 
@@ -24,34 +25,61 @@ def kernels() -> Kernels:
 
 class Sampling(ctypes.Structure):
     _fields_ = (
-        ("temperature", ctypes.c_float), ("top_p", ctypes.c_float), ("min_p", ctypes.c_float),
-        ("repetition_penalty", ctypes.c_float), ("top_k", ctypes.c_int32), ("n_history", ctypes.c_int32),
-        ("history", ctypes.c_void_p), ("seed", ctypes.c_uint64), ("draw", ctypes.c_uint64),
-    )  # fmt: skip
+        ("temperature", ctypes.c_float),
+        ("top_p", ctypes.c_float),
+        ("min_p", ctypes.c_float),
+        ("repetition_penalty", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+        ("n_history", ctypes.c_int32),
+        ("history", ctypes.c_void_p),
+        ("seed", ctypes.c_uint64),
+        ("draw", ctypes.c_uint64),
+    )
 
 
 class Info(ctypes.Structure):
     _fields_ = (
-        ("abi_version", ctypes.c_uint32), ("info_bytes", ctypes.c_uint32), ("target", ctypes.c_char_p),
-        ("model", ctypes.c_char_p), ("weights_bytes", ctypes.c_uint64), ("workspace_bytes", ctypes.c_uint64),
-        ("kv_block_bytes", ctypes.c_uint64), ("kv_block_size", ctypes.c_int32), ("max_tokens", ctypes.c_int32),
-        ("max_seqs", ctypes.c_int32), ("max_logit_rows", ctypes.c_int32), ("vocab_size", ctypes.c_int32),
-        ("hidden_size", ctypes.c_int32), ("n_layers", ctypes.c_int32), ("n_taps", ctypes.c_int32),
+        ("abi_version", ctypes.c_uint32),
+        ("info_bytes", ctypes.c_uint32),
+        ("target", ctypes.c_char_p),
+        ("model", ctypes.c_char_p),
+        ("weights_bytes", ctypes.c_uint64),
+        ("workspace_bytes", ctypes.c_uint64),
+        ("kv_block_bytes", ctypes.c_uint64),
+        ("kv_block_size", ctypes.c_int32),
+        ("max_tokens", ctypes.c_int32),
+        ("max_seqs", ctypes.c_int32),
+        ("max_logit_rows", ctypes.c_int32),
+        ("vocab_size", ctypes.c_int32),
+        ("hidden_size", ctypes.c_int32),
+        ("n_layers", ctypes.c_int32),
+        ("n_taps", ctypes.c_int32),
         ("n_calls", ctypes.c_int32),
-    )  # fmt: skip
+    )
 
 
 class CBatch(ctypes.Structure):
     _fields_ = (
-        ("n_tokens", ctypes.c_int32), ("n_seqs", ctypes.c_int32), ("max_blocks", ctypes.c_int32),
-        ("n_logit_rows", ctypes.c_int32), ("tokens", ctypes.c_void_p), ("positions", ctypes.c_void_p),
-        ("seq_starts", ctypes.c_void_p), ("block_table", ctypes.c_void_p), ("logit_rows", ctypes.c_void_p),
-        ("sampling", ctypes.c_void_p), ("next", ctypes.c_void_p), ("logits", ctypes.c_void_p),
-        ("taps", ctypes.c_void_p), ("call_ns", ctypes.c_void_p),
-    )  # fmt: skip
+        ("n_tokens", ctypes.c_int32),
+        ("n_seqs", ctypes.c_int32),
+        ("max_blocks", ctypes.c_int32),
+        ("n_logit_rows", ctypes.c_int32),
+        ("tokens", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("seq_starts", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("logit_rows", ctypes.c_void_p),
+        ("sampling", ctypes.c_void_p),
+        ("next", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("taps", ctypes.c_void_p),
+        ("call_ns", ctypes.c_void_p),
+    )
 
 
-def sample(k: Kernels, logits: Any, settings: list[dict[str, Any]] | None = None, threads: int = 3) -> Any:
+def sample(
+    k: Kernels, logits: Any, settings: list[dict[str, Any]] | None = None, threads: int = 3
+) -> Any:
     """Argmax shares, then one token per row."""
     rows, vocab = logits.shape
     parts = np.zeros((rows, threads, 2), np.int32)
@@ -118,13 +146,21 @@ def kept(logits: Any, s: dict[str, Any]) -> Any:
         {"temperature": 1.3, "top_k": 5},
         {"temperature": 1.0, "top_p": 0.8},
         {"temperature": 1.0, "min_p": 0.2},
-        {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.5, "history": [3, 3, 17]},
+        {
+            "temperature": 0.9,
+            "top_k": 20,
+            "top_p": 0.9,
+            "min_p": 0.05,
+            "repetition_penalty": 1.5,
+            "history": [3, 3, 17],
+        },
         {"temperature": 1.0, "top_k": 1},
         {"temperature": 1.0, "top_p": 0.0},
     ],
 )
 def test_sampling_distribution(kernels: Kernels, settings: dict[str, Any]) -> None:
-    """Only tokens that survive the filters are drawn, as often as they should be; the draw is a function of (seed, draw)."""
+    """Only tokens that survive the filters are drawn, as often as they should be; the draw is a
+    function of (seed, draw)."""
     rng = np.random.default_rng(2)
     vocab, draws = 300, 2000
     logits = floats(rng, vocab) * 2
@@ -135,9 +171,14 @@ def test_sampling_distribution(kernels: Kernels, settings: dict[str, Any]) -> No
     assert (counts[want == 0] == 0).all()
     deviation = np.abs(counts - draws * want) / np.sqrt(draws * want * (1 - want) + 1)
     assert deviation.max() < 5
-    assert (sample(kernels, rows, [{**settings, "seed": 7, "draw": i} for i in range(draws)], threads=1) == got).all()
+    assert (
+        sample(kernels, rows, [{**settings, "seed": 7, "draw": i} for i in range(draws)], threads=1)
+        == got
+    ).all()
     if (want > 0).sum() > 3:
-        assert (sample(kernels, rows, [{**settings, "seed": 8, "draw": i} for i in range(draws)]) != got).any()
+        assert (
+            sample(kernels, rows, [{**settings, "seed": 8, "draw": i} for i in range(draws)]) != got
+        ).any()
 
 
 def test_sampling_ties_and_extremes(kernels: Kernels) -> None:
@@ -151,7 +192,9 @@ def test_sampling_ties_and_extremes(kernels: Kernels) -> None:
     logits[:] = np.nan
     assert set(sample(kernels, logits, one).tolist()) == {0}
     logits = np.tile(np.array([1.0, 3.0, 2.9, -5.0], np.float32), (64, 1))
-    assert set(sample(kernels, logits, [{"temperature": 1e-30, "seed": i} for i in range(64)]).tolist()) == {1}
+    assert set(
+        sample(kernels, logits, [{"temperature": 1e-30, "seed": i} for i in range(64)]).tolist()
+    ) == {1}
     greedy = [{"repetition_penalty": 2.0, "history": [1]}] * 64
     assert set(sample(kernels, logits, greedy).tolist()) == {2}
 
@@ -172,7 +215,7 @@ def test_uniform_is_splitmix64(kernels: Kernels) -> None:
         want = (mix((mix((seed + golden) & mask) + (draw + 1) * golden) & mask) >> 11) * 2.0**-53
         assert uniform(seed, draw) == want
     values = np.array([uniform(3, i) for i in range(4000)])
-    assert 0 <= values.min() and values.max() < 1 and abs(values.mean() - 0.5) < 0.02
+    assert values.min() >= 0 and values.max() < 1 and abs(values.mean() - 0.5) < 0.02
 
 
 OK, BAD_ARGUMENT, OVER_LIMIT, BAD_TOKEN, BAD_BLOCK = range(5)
@@ -180,9 +223,15 @@ OK, BAD_ARGUMENT, OVER_LIMIT, BAD_TOKEN, BAD_BLOCK = range(5)
 
 def good() -> dict[str, Any]:
     return {
-        "tokens": [1, 2, 3, 4, 5], "positions": [0, 1, 2, 40, 41], "seq_starts": [0, 3, 5], "blocks": [[0, -1, -1], [5, 6, 7]],
-        "rows": [2, 4], "history": [], "max_blocks": None, "next": True,
-    }  # fmt: skip
+        "tokens": [1, 2, 3, 4, 5],
+        "positions": [0, 1, 2, 40, 41],
+        "seq_starts": [0, 3, 5],
+        "blocks": [[0, -1, -1], [5, 6, 7]],
+        "rows": [2, 4],
+        "history": [],
+        "max_blocks": None,
+        "next": True,
+    }
 
 
 @pytest.mark.parametrize(
@@ -235,11 +284,18 @@ def test_validation(kernels: Kernels, change: dict[str, Any], status: int) -> No
     if f["history"]:
         sampling[0].history, sampling[0].n_history = pointer(f["history"]), len(f["history"])
     batch = CBatch(
-        n_tokens=5 if f["tokens"] is None else len(f["tokens"]), n_seqs=len(f["seq_starts"]) - 1,
-        max_blocks=3 if f["max_blocks"] is None else f["max_blocks"], n_logit_rows=len(rows), tokens=pointer(f["tokens"]),
-        positions=pointer(f["positions"]), seq_starts=pointer(f["seq_starts"]), block_table=pointer(f["blocks"]),
-        logit_rows=pointer(rows), sampling=ctypes.addressof(sampling), next=pointer([0] * 3) if f["next"] else None,
-    )  # fmt: skip
+        n_tokens=5 if f["tokens"] is None else len(f["tokens"]),
+        n_seqs=len(f["seq_starts"]) - 1,
+        max_blocks=3 if f["max_blocks"] is None else f["max_blocks"],
+        n_logit_rows=len(rows),
+        tokens=pointer(f["tokens"]),
+        positions=pointer(f["positions"]),
+        seq_starts=pointer(f["seq_starts"]),
+        block_table=pointer(f["blocks"]),
+        logit_rows=pointer(rows),
+        sampling=ctypes.addressof(sampling),
+        next=pointer([0] * 3) if f["next"] else None,
+    )
     call = kernels.lib.validate
     call.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p)
     assert call(ctypes.byref(info), 8, ctypes.byref(batch)) == status
@@ -251,7 +307,13 @@ def test_team(kernels: Kernels) -> None:
     """No thread passes a barrier early; more threads than cores, pinned or not, finish."""
     errors = kernels.lib.team_errors
     errors.restype = ctypes.c_int64
-    errors.argtypes = (ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32)
+    errors.argtypes = (
+        ctypes.c_int32,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_int32,
+    )
     for threads, rounds, runs in [(1, 50, 3), (2, 500, 3), (5, 30, 2), (33, 5, 2)]:
         assert errors(threads, rounds, runs, None, 0) == 0
     cpus = np.array(sorted(os.sched_getaffinity(0)), np.int32)
@@ -262,16 +324,22 @@ def test_team(kernels: Kernels) -> None:
 
 
 def test_rows_match_the_headers() -> None:
-    """Every row's function exists in its header with one parameter per constant at its end, in that order."""
+    """Every row's function exists in its header with one parameter per constant at its end, in
+    that order."""
     text = {p.name: p.read_text() for p in TEMPLATES.glob("*.h")}
     same = {"activation_kind": "kind", "broadcast": "bc", "format": "format"}
     for row in cpu_rows.ROWS:
         found = re.search(rf"ZL_KERNEL void {row.function}\(([^)]*)\)", text[row.header])
         assert found, row.id
-        names = [re.split(r"[ *]", p.strip())[-1] for p in found.group(1).replace("\n", " ").split(",")]
+        names = [
+            re.split(r"[ *]", p.strip())[-1] for p in found.group(1).replace("\n", " ").split(",")
+        ]
         tail = names[len(names) - len(row.constants) :]
         for constant, name in zip(row.constants, tail, strict=True):
-            assert name in (constant, same.get(constant)) or (constant, name) == ("broadcast", "broadcast"), (row.id, constant, name)
+            assert name in (constant, same.get(constant)) or (constant, name) == (
+                "broadcast",
+                "broadcast",
+            ), (row.id, constant, name)
         assert len({r.id for r in cpu_rows.ROWS}) == len(cpu_rows.ROWS)
     for values in cpu_rows.C_NAMES.values():
         for c in values.values():
@@ -282,28 +350,46 @@ def test_scratch_agrees_with_the_kernels(tmp_path: Path) -> None:
     """scratch_bytes is what zl_float_tokens and zl_padded_k need."""
     ks = [1, 31, 32, 576, 1536, 4096, 5000, 8192, 28672]
     source = tmp_path / "s.c"
+    row = next(r for r in cpu_rows.ROWS if r.function == "zl_linear_float")
     checks = "\n".join(
         f"  if (zl_float_tokens({k}) * zl_padded_k({k}) * 4 != "
-        f"{cpu_rows.scratch_bytes(next(r for r in cpu_rows.ROWS if r.function == 'zl_linear_float'), {'K': k})}) return 1;"
+        f"{cpu_rows.scratch_bytes(row, {'K': k})}) return 1;"
         for k in ks
     )
-    source.write_text(f'#include "zl_linear_float.h"\nint main(void) {{\n{checks}\n  return 0;\n}}\n')
+    source.write_text(
+        f'#include "zl_linear_float.h"\nint main(void) {{\n{checks}\n  return 0;\n}}\n'
+    )
     program = tmp_path / "s"
-    flags = ["-target", "x86_64-linux-gnu", "-mcpu=x86_64_v3", "-std=c11", "-O1", "-g0", "-I", str(TEMPLATES)]
-    subprocess.run([sys.executable, "-m", "ziglang", "cc", *flags, str(source), "-o", str(program)], check=True)
+    flags = [
+        "-target",
+        "x86_64-linux-gnu",
+        "-mcpu=x86_64_v3",
+        "-std=c11",
+        "-O1",
+        "-g0",
+        "-I",
+        str(TEMPLATES),
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "ziglang", "cc", *flags, str(source), "-o", str(program)], check=True
+    )
     assert subprocess.run([str(program)], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("level", ["ubsan"])
 def test_undefined_behaviour_and_bounds(level: str) -> None:
-    """The kernel tests again in another process: built with the undefined-behaviour sanitizer (a trap ends the process),
+    """The kernel tests again in another process: built with the undefined-behaviour sanitizer (a
+    trap ends the process),
     and every array ending at an inaccessible page (a read or write past the end does too)."""
     if not LEVELS[level][1] <= host_flags():
         pytest.skip(f"this machine cannot run {level}")
     here = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", str(here / "cpu_guard.py"), level], capture_output=True, text=True, check=False,
+        [sys.executable, "-X", "faulthandler", str(here / "cpu_guard.py"), level],
+        capture_output=True,
+        text=True,
+        check=False,
         cwd=here,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
     assert len(INSTANCES) > 50
