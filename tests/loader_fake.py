@@ -74,7 +74,8 @@ def engine_code() -> bytes:
         array = f"unsigned long layout[] = {{{', '.join(layout)}}};"
         header.write_text(f'#include <stddef.h>\n#include "zl_abi.h"\n{array}\n')
         subprocess.run(
-            [sys.executable, "-m", "ziglang", "cc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra",
+            [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-gnu.2.17",
+             "-mcpu=x86_64_v3", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra",
              "-Werror", f"-I{here.parent / 'templates' / 'cpu'}", "-include", str(header), "-o",
              str(out), str(here / "loader_engine.c")],
             check=True,
