@@ -146,7 +146,7 @@ def test_linear_of_three_dimensions() -> None:
     close(execute("Linear_F32_f32", {"x": x, "weight": w})[0], x @ w.T)
 
 
-ACTIVATE = {
+ACTIVATE: dict[str, Any] = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),

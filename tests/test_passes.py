@@ -223,7 +223,8 @@ def test_check_passes_accepts_every_decoder(name: str) -> None:
 )
 def test_check_passes_of_quantizing(scheme: str, activations: str) -> None:
     options = PassOptions(quantize=scheme, activations=activations)  # type: ignore[arg-type]
-    reports = {r.name: r for r in check_passes(decoder(CONFIGS["llama"], ("F32",)), options)}
+    model = decoder(CONFIGS["bias-everywhere"], ("F32",))
+    reports = {r.name: r for r in check_passes(model, options)}
     assert 0 < reports["quantize-weights"].error < reports["quantize-weights"].tolerance
     # f32 activations are what the graph had: the pass has nothing to do
     assert reports["quantize-activations"].changed == (activations != "f32")
@@ -356,6 +357,8 @@ def test_matmul_with_constant_weights_becomes_linear() -> None:
     assert dims(graph.graph.outputs[0]) == ("batch", "seq", 3)
     fused = run_passes(model, PassOptions(), check=True)
     assert ops(fused) == {"ActLinear_F32_f32": 1, "Linear_F32_f32": 1}
+    narrow = run_passes(model, PassOptions(quantize="bf16"), check=True)  # 8 and 6: no blocks of 32
+    assert ops(narrow) == {"ActLinear_BF16_bf16": 1, "Linear_BF16_bf16": 1}
     x = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
     np.testing.assert_allclose(run(fused, {"x": x})["y"], run(model, {"x": x})["y"], rtol=1e-5)
 

@@ -36,9 +36,9 @@ def quantize_weights(model: ir.Model, options: PassOptions) -> None:
     if options.quantize == "keep":
         return
     for value in list(model.graph.initializers.values()):
-        uses = [u.node for u in value.uses()]
-        if not uses or not all(_reads_as_weight(n) for n in uses):
+        if not value.uses() or not all(_reads_as_weight(u.node, u.idx) for u in value.uses()):
             continue
+        uses = [u.node for u in value.uses()]
         format = domain.parse(uses[0].op_type).formats[0]
         wanted = _wanted(options.quantize, uses)
         if not _improves(format, wanted):
@@ -54,10 +54,13 @@ def quantize_weights(model: ir.Model, options: PassOptions) -> None:
             node.op_type = domain.op_name(sig.base, (wanted,), sig.activations)
 
 
-def _reads_as_weight(node: ir.Node) -> bool:
+def _reads_as_weight(node: ir.Node, index: int) -> bool:
+    """Whether input ``index`` of ``node`` is the weight of a linear layer or embedding."""
     if node.domain != domain.DOMAIN:
         return False
-    return domain.parse(node.op_type).base in ("Linear", "Embed")
+    if domain.parse(node.op_type).base not in ("Linear", "Embed"):
+        return False
+    return domain.input_names(node.op_type)[index] == "weight"
 
 
 def _wanted(scheme: str, readers: list[ir.Node]) -> str:
