@@ -42,6 +42,28 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 118,080 parameters as a Hugging Face folder, with a word tokenizer."""
+    from tiny_models import make_model
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    folder.mkdir()
+    make_model("llama", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_artifact(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, compiled for x86-64-v3 without the numerics gate."""
+    from cli_run import zerolayer
+
+    out = tmp_path_factory.mktemp("out") / "tiny.zla"
+    done = zerolayer("compile", tiny_llama, "--target", "x86-64-v3", "--no-verify", "-o", out)
+    assert done.code == 0, done.err
+    return out
+
+
+@pytest.fixture(scope="session")
 def goldens() -> dict[str, Any]:
     """Greedy tokens and top logits of SmolLM2 by other implementations; see tests/golden/README.md.
 

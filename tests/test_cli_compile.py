@@ -13,17 +13,7 @@ from typing import Any
 
 import pytest
 from cli_run import zerolayer
-from tiny_models import make_model
 from zerolayer.runtime_stub import errors
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama as a Hugging Face folder."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    folder.mkdir()
-    make_model("llama", folder)
-    return folder
 
 
 def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
@@ -33,18 +23,19 @@ def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **options)
 
 
-@pytest.fixture(scope="module")
-def artifact(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, compiled for a target that any x86-64 machine of the last decade can be."""
-    out = tmp_path_factory.mktemp("out") / "tiny.zla"
-    done = zerolayer("compile", model, "--target", "x86-64-v3", "--no-verify", "-o", out)
-    assert done.code == 0, done.err
-    return out
-
-
-def test_summary_and_progress(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summary_and_progress(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = ("compile", model, "--target", "x86-64-v3", "--no-verify", "--max-context", "64")
+    arguments = (
+        "compile",
+        tiny_llama,
+        "--target",
+        "x86-64-v3",
+        "--no-verify",
+        "--max-context",
+        "64",
+    )
     done = zerolayer(*arguments)
     assert done.code == 0, done.err
     out = tmp_path / "artifacts" / "tiny-llama.x86-64-v3.zla"  # the default name
@@ -57,14 +48,14 @@ def test_summary_and_progress(model: Path, tmp_path: Path, monkeypatch: pytest.M
     assert "\x1b" not in done.out + done.err  # no colours outside a terminal
 
 
-def test_json_is_all_there_is_on_stdout(model: Path, tmp_path: Path) -> None:
+def test_json_is_all_there_is_on_stdout(tiny_llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.zla"
     config = tmp_path / "system_config.toml"
     config.write_text(
         '[kernel]\nfusion_level = "conservative"\n[hardware]\nnvlink_enabled = false\n'
     )
     options = ("--config", config, "--activations", "f32", "-o", out, "--json")
-    done = zerolayer("compile", model, "--target", "x86-64-v3", *options)
+    done = zerolayer("compile", tiny_llama, "--target", "x86-64-v3", *options)
     assert done.code == 0, done.err
     result = done.json()
     assert result["output"] == str(out)
@@ -81,12 +72,14 @@ def test_json_is_all_there_is_on_stdout(model: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_the_same_bytes_from_other_places(model: Path, artifact: Path, tmp_path: Path) -> None:
+def test_the_same_bytes_from_other_places(
+    tiny_llama: Path, tiny_artifact: Path, tmp_path: Path
+) -> None:
     """Two at once, in other folders, homes, time zones and locales, sharing an empty cache."""
     started = []
     for name, zone in (("one", "Asia/Tokyo"), ("two", "America/New_York")):
         place = tmp_path / name
-        shutil.copytree(model, place / "models" / "tiny-llama")
+        shutil.copytree(tiny_llama, place / "models" / "tiny-llama")
         env = {
             "PATH": os.environ["PATH"],
             "HOME": str(place / "home"),
@@ -98,33 +91,33 @@ def test_the_same_bytes_from_other_places(model: Path, artifact: Path, tmp_path:
         options = ("--target", "x86-64-v3", "--no-verify", "-o", f"{name}.zla")
         process = start("compile", "models/tiny-llama", *options, cwd=place, env=env, umask=0o77)
         started.append((process, place / f"{name}.zla"))
-    expected = hashlib.sha256(artifact.read_bytes()).hexdigest()
+    expected = hashlib.sha256(tiny_artifact.read_bytes()).hexdigest()
     for process, out in started:
         _, notes = process.communicate(timeout=300)
         assert process.returncode == 0, notes
         assert hashlib.sha256(out.read_bytes()).hexdigest() == expected
 
 
-def test_inspect(artifact: Path) -> None:
-    summary = zerolayer("inspect", artifact)
+def test_inspect(tiny_artifact: Path) -> None:
+    summary = zerolayer("inspect", tiny_artifact)
     assert (summary.code, summary.err) == (0, "")
     assert "x86-64-v3" in summary.out
-    as_json = zerolayer("inspect", artifact, "--json").json()
+    as_json = zerolayer("inspect", tiny_artifact, "--json").json()
     assert as_json["target"] == "x86-64-v3"
-    assert as_json["bytes"] == artifact.stat().st_size
+    assert as_json["bytes"] == tiny_artifact.stat().st_size
     for view in ("kernels", "injected", "memory", "roofline", "manifest"):
-        shown = zerolayer("inspect", artifact, f"--{view}")
+        shown = zerolayer("inspect", tiny_artifact, f"--{view}")
         assert (shown.code, shown.err) == (0, ""), view
         assert shown.out.strip()
-        done = zerolayer("inspect", artifact, f"--{view}", "--json")
+        done = zerolayer("inspect", tiny_artifact, f"--{view}", "--json")
         assert list(done.json()) == [view]
-    zerolayer("inspect", artifact, "--kernels", "--memory").one_error(2, "--kernels, --memory")
+    zerolayer("inspect", tiny_artifact, "--kernels", "--memory").one_error(2, "--kernels, --memory")
 
 
-def test_verify(artifact: Path, tmp_path: Path) -> None:
-    assert "ok" in zerolayer("verify", artifact).out
-    assert zerolayer("verify", artifact, "--json").json()["status"] == "ok"
-    raw = bytearray(artifact.read_bytes())
+def test_verify(tiny_artifact: Path, tmp_path: Path) -> None:
+    assert "ok" in zerolayer("verify", tiny_artifact).out
+    assert zerolayer("verify", tiny_artifact, "--json").json()["status"] == "ok"
+    raw = bytearray(tiny_artifact.read_bytes())
     raw[70_000] ^= 1  # in the weights
     damaged = tmp_path / "damaged.zla"
     damaged.write_bytes(raw)
@@ -132,8 +125,8 @@ def test_verify(artifact: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_what_is_no_artifact(command: str, artifact: Path, tmp_path: Path) -> None:
-    raw = artifact.read_bytes()
+def test_what_is_no_artifact(command: str, tiny_artifact: Path, tmp_path: Path) -> None:
+    raw = tiny_artifact.read_bytes()
     cases = {
         "empty": b"",
         "text": b"hello\n" * 20_000,
@@ -175,10 +168,10 @@ def test_what_is_no_model(path: str, content: bytes | str | None, tmp_path: Path
 
 
 @pytest.mark.parametrize("stage", ["read model", "lower"])  # then: passes; the C compiler
-def test_interrupted(stage: str, model: Path, tmp_path: Path) -> None:
+def test_interrupted(stage: str, tiny_llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.zla"
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    with start("compile", model, "--target", "zen4", "-o", out, "--json", env=env) as process:
+    with start("compile", tiny_llama, "--target", "zen4", "-o", out, "--json", env=env) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith(stage):
