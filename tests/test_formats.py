@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import cast
 
 import gguf
 import numpy as np
@@ -26,8 +27,7 @@ def random_raw(name: str, rows: int, blocks: int, seed: int = 0) -> formats.U8:
 
 def reference(name: str, raw: formats.U8) -> formats.F32:
     with np.errstate(all="ignore"):
-        values: formats.F32 = gguf.dequantize(raw, gguf.GGMLQuantizationType[name])
-    return values
+        return cast(formats.F32, gguf.dequantize(raw, gguf.GGMLQuantizationType[name]))
 
 
 def same_bits(a: formats.F32, b: formats.F32) -> bool:
@@ -38,7 +38,8 @@ def same_bits(a: formats.F32, b: formats.F32) -> bool:
 
 def canonical_zero(a: formats.F32) -> formats.F32:
     """-0.0 as 0.0: the reference subtracts a product where another order of terms gives 0."""
-    return a + np.float32(0)
+    result: formats.F32 = np.add(a, np.float32(0))
+    return result
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -155,7 +155,7 @@ def test_arrays_nest_to_a_limit(read: Read) -> None:
     with pytest.raises(InputFileError, match=r"key 'deep'.*nested deeper than 4"):
         read(nested(4))
     with pytest.raises(InputFileError, match="nested deeper than 4"):
-        read(nested(100_000))
+        read(nested(5_000))
 
 
 # --- a named error on every other ----------------------------------------------------------------
@@ -316,8 +316,8 @@ def test_paths_that_are_not_files(tmp_path: Path) -> None:
 # --- fuzzing -------------------------------------------------------------------------------------
 
 
-def seed_file(directory: Path) -> bytes:
-    """A small whole model: every kind of metadata, a tokenizer, tensors of several formats."""
+def seed_file(directory: Path, kind: str) -> bytes:
+    """A small whole model: all kinds of metadata, a tokenizer of ``kind``, several formats."""
     path = directory / "seed.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("seed")
@@ -332,7 +332,10 @@ def seed_file(directory: Path) -> bytes:
     writer.add_rope_scaling_factor(2.0)
     writer.add_rope_scaling_orig_ctx_len(32)
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(4)), "a", "b", "ab", "\u2581"]
-    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_model(kind)
+    if kind == "gpt2":
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_merges(["a b"])
     writer.add_token_list(tokens)
     writer.add_token_scores([-float(i) for i in range(len(tokens))])
     writer.add_token_types([2, 3, 3, 6, 6, 6, 6, 1, 1, 1, 4])
@@ -342,9 +345,9 @@ def seed_file(directory: Path) -> bytes:
               "blk.0.attn_v": (16, 32), "blk.0.attn_output": (32, 32), "blk.0.ffn_gate": (32, 32),
               "blk.0.ffn_up": (32, 32), "blk.0.ffn_down": (32, 32)}  # fmt: skip
     for i, (name, shape) in enumerate(shapes.items()):
-        kind = gguf.GGMLQuantizationType[("Q8_0", "Q4_1", "F16")[i % 3]]
-        raw = gguf.quantize(rng.standard_normal(shape).astype(np.float32), kind)
-        writer.add_tensor(f"{name}.weight", raw, raw_dtype=kind)
+        format = gguf.GGMLQuantizationType[("Q8_0", "Q4_1", "F16")[i % 3]]
+        raw = gguf.quantize(rng.standard_normal(shape).astype(np.float32), format)
+        writer.add_tensor(f"{name}.weight", raw, raw_dtype=format)
     for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
         writer.add_tensor(f"{name}.weight", np.ones(32, np.float32))
     writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32))
@@ -355,10 +358,10 @@ def seed_file(directory: Path) -> bytes:
     return path.read_bytes()
 
 
-@pytest.fixture(scope="module")
-def seed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def seed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     directory = tmp_path_factory.mktemp("seed")
-    data = seed_file(directory)
+    data = seed_file(directory, request.param)
     assert load_gguf(directory / "seed.gguf").tokenizer is not None
     return data
 
@@ -367,6 +370,11 @@ def header_size(data: bytes, directory: Path) -> int:
     path = directory / "size.gguf"
     path.write_bytes(data)
     return min(info.offset for info in read_gguf(path).tensors.values())
+
+
+def step_of(seed: bytes) -> int:
+    """Every byte of one seed; of the other, which differs in its tokenizer, a sample."""
+    return 7 if b"smollm" in seed else 1
 
 
 def outcome(data: bytes, path: Path) -> str:
@@ -385,7 +393,7 @@ def test_every_truncation_is_an_error(seed: bytes, tmp_path: Path) -> None:
     header = header_size(seed, tmp_path)
     path = tmp_path / "cut.gguf"
     ends = {len(seed) - n for n in range(1, 70)} | set(range(header, len(seed), 97))
-    for end in sorted({*range(header), *ends}):
+    for end in sorted({*range(0, header, step_of(seed)), *ends}):
         assert outcome(seed[:end], path) == "input", end
     for extra in (1, 31, 32, 4096):
         assert outcome(seed + bytes(extra), path) == "input", extra
@@ -396,12 +404,12 @@ def test_every_flipped_header_byte_is_survived(seed: bytes, tmp_path: Path) -> N
     header = header_size(seed, tmp_path)
     path = tmp_path / "flip.gguf"
     kinds = []
-    for at in range(header):
+    for at in range(0, header, step_of(seed)):
         data = bytearray(seed)
         data[at] ^= 0xFF
         kinds.append(outcome(bytes(data), path))
-    assert kinds[:24].count("ok") == 0  # magic, version and counts
-    assert kinds.count("input") > header // 3
+    assert "ok" not in kinds[: 24 // step_of(seed)]  # magic, version and counts
+    assert kinds.count("input") > len(kinds) // 3
 
 
 EDGES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
@@ -436,8 +444,8 @@ def test_fuzz_from_the_magic(tmp_path: Path, tail: bytes) -> None:
 
 
 def test_memory_is_bounded_by_the_file(tmp_path: Path) -> None:
-    """A header of 2 MB of tiny strings, booleans or nested arrays stays within a small multiple."""
-    n = 100_000
+    """A header of tiny strings, booleans or nested arrays stays within a small multiple."""
+    n = 30_000
     bodies: dict[str, bytes] = {
         "strings": struct.pack("<IQ", STRING, n) + bytes(8 * n),
         "booleans": struct.pack("<IQ", BOOL, 8 * n) + bytes(8 * n),
@@ -446,6 +454,6 @@ def test_memory_is_bounded_by_the_file(tmp_path: Path) -> None:
     for name, body in bodies.items():
         path = tmp_path / "large.gguf"
         path.write_bytes(build((pair("k", ARRAY, body),)))
-        with bounded(seconds=20.0, mebibytes=32.0):
+        with bounded(seconds=20.0, mebibytes=12.0):
             value: Any = read_gguf(path).metadata["k"]
         assert len(value) == (8 * n if name == "booleans" else n)

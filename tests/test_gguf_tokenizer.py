@@ -210,7 +210,7 @@ def train_sentencepiece(directory: Path, lines: list[str] | None = None, **optio
     (directory / "text.txt").write_text("\n".join(lines), encoding="utf-8")
     sentencepiece.SentencePieceTrainer.train(
         input=str(directory / "text.txt"), model_prefix=str(directory / "sp"), model_type="bpe",
-        **{"vocab_size": 1500, "byte_fallback": True, "normalization_rule_name": "identity",
+        **{"vocab_size": 1800, "byte_fallback": True, "normalization_rule_name": "identity",
            "remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True,
            "split_digits": True, "character_coverage": 0.99, "hard_vocab_limit": False,
            "num_threads": 1, "minloglevel": 2, **options},
@@ -408,6 +408,7 @@ def test_bad_metadata_is_named(vocabulary: Vocabulary, message: str, tmp_path: P
         ("tokenizer.ggml.model", 1),
         ("tokenizer.ggml.add_bos_token", 1),
         ("tokenizer.ggml.add_eos_token", True),
+        ("tokenizer.ggml.add_space_prefix", True),
         ("tokenizer.ggml.bos_token_id", "1"),
         ("tokenizer.ggml.bos_token_id", -1),
         ("tokenizer.ggml.remove_extra_whitespaces", True),

@@ -209,6 +209,10 @@ class Keys:
             raise self.fail(key, f"{value!r} is not a positive number in a sensible range")
         return value
 
+    def softcap(self, key: str, default: float) -> float:
+        """A positive number, or 0 for none."""
+        return self.positive(key, default) if self.number(key, default) else 0.0
+
     def text(self, key: str, default: str | None = None) -> str:
         value = self._get(key, default)
         if not isinstance(value, str):
@@ -291,8 +295,8 @@ def read_config(file: GgufFile) -> ModelConfig:
         norm=row.norm,
         norm_eps=keys.positive(_EPSILON[row.norm]),
         attention_scale=(hidden / heads) ** -0.5 if wide else 0.0,
-        attention_softcap=keys.number("attn_logit_softcapping", row.attention_softcap),
-        logit_softcap=keys.number("final_logit_softcapping", row.logit_softcap),
+        attention_softcap=keys.softcap("attn_logit_softcapping", row.attention_softcap),
+        logit_softcap=keys.softcap("final_logit_softcapping", row.logit_softcap),
         embedding_scale=math.sqrt(hidden) if row.scaled_embedding else 1.0,
         qkv_bias=_any_tensor(file, ".attn_q.bias", ".attn_qkv.bias"),
         attention_out_bias=_any_tensor(file, ".attn_output.bias"),
@@ -429,7 +433,8 @@ def _ropes(
 
 def _rope_parameters(keys: Keys, factors: Mapping[str, F32]) -> dict[str, object]:
     """``rope.*`` in the vocabulary of :func:`make_rope`."""
-    factor = keys.positive("rope.scaling.factor", keys.number("rope.scale_linear", 0.0) or 1.0)
+    linear = keys.number("rope.scale_linear", 0.0) or 1.0  # the key's former name; 0 is "none"
+    factor = keys.number("rope.scaling.factor", linear) or 1.0
     kind = keys.text("rope.scaling.type", "linear" if factor != 1.0 else "none")
     attention_factor = keys.positive("rope.scaling.attn_factor", 1.0)
     keys.must_be("rope.scaling.finetuned", [True, False], "not a boolean")

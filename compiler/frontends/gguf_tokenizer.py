@@ -41,6 +41,7 @@ class PreTokenizer:
     after another to what the former left; matches and gaps both become words."""
 
     splits: tuple[str, ...]
+    single_digits: bool = False  # before that, every numeral is a word
     nfc: bool = False  # text is first composed (Unicode normalization form C)
     whole_words: bool = False  # a word that is a token is not merged up from its bytes
     add_bos: bool = False  # where the file has no add_bos_token
@@ -70,7 +71,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "default": PreTokenizer(_DEFAULT),
     "gpt-2": PreTokenizer((_GPT2,)),
     "phi-2": PreTokenizer((_GPT2,)),
-    "smollm": PreTokenizer((r"\p{N}", _GPT2)),
+    "smollm": PreTokenizer((_GPT2,), single_digits=True),
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
@@ -118,7 +119,8 @@ def read_tokenizer(file: GgufFile) -> TokenizerAssets | None:
     vocab = _read_vocab(meta, kind)
     build = _byte_level if kind == "gpt2" else _sentence_piece
     document, bos_default = build(meta, vocab)
-    _check_loads(meta, document, vocab)
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+    _check_loads(meta, text, vocab)
     sentence_piece = kind == "llama"
     bos = meta.token("bos_token_id", vocab, 1 if sentence_piece else None)
     eos = meta.token("eos_token_id", vocab, 2 if sentence_piece else None)
@@ -127,7 +129,7 @@ def read_tokenizer(file: GgufFile) -> TokenizerAssets | None:
             "an end token after every text", where=f"{file.name}: key tokenizer.ggml.add_eos_token"
         )
     return TokenizerAssets(
-        tokenizer_json=json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode(),
+        tokenizer_json=text.encode(),
         chat_template=meta.text("chat_template", "") or None,
         bos_id=bos,
         eos_ids=_end_ids(meta, vocab, eos),
@@ -233,9 +235,16 @@ def _byte_level(meta: _Metadata, vocab: _Vocab) -> tuple[Json, bool]:
         {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
         for split in pre.splits
     ]
+    if pre.single_digits:
+        steps.insert(0, {"type": "Digits", "individual_digits": True})
+    if meta.flag("ggml.add_space_prefix", False):
+        raise UnsupportedError(
+            "a space before every text is not part of these byte-level tokenizers",
+            where=f"{meta.file.name}: key tokenizer.ggml.add_space_prefix",
+        )
     byte_level: Json = {
         "type": "ByteLevel",
-        "add_prefix_space": meta.flag("ggml.add_space_prefix", False),
+        "add_prefix_space": False,
         "trim_offsets": True,
         "use_regex": False,
     }
@@ -247,7 +256,7 @@ def _byte_level(meta: _Metadata, vocab: _Vocab) -> tuple[Json, bool]:
         "normalizer": {"type": "NFC"} if pre.nfc else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, byte_level]},
         "post_processor": None,
-        "decoder": {**byte_level, "add_prefix_space": False},
+        "decoder": byte_level,
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -439,10 +448,10 @@ def _sampling(file: GgufFile) -> tuple[tuple[str, float], ...]:
     return tuple(found)
 
 
-def _check_loads(meta: _Metadata, document: Json, vocab: _Vocab) -> None:
+def _check_loads(meta: _Metadata, text: str, vocab: _Vocab) -> None:
     """Proves that ``tokenizers`` reads the document and gives every token its id."""
     try:
-        tokenizer = Tokenizer.from_str(json.dumps(document))
+        tokenizer = Tokenizer.from_str(text)
     except Exception as error:
         raise meta.fail("ggml", f"the vocabulary is not usable: {error}") from error
     if tokenizer.get_vocab(with_added_tokens=True) != vocab.ids:
