@@ -87,7 +87,7 @@ def test_logits_equal_transformers_own_gguf_reader(
     transformers reads all keys (not gemma's caps, GPT-2's context, or qwen3's size of a head)."""
     from transformers import AutoModelForCausalLM, modeling_utils
 
-    overrides = {"head_dim": 128} if case == "qwen3" else {}
+    overrides: dict[str, Any] = {"head_dim": 128} if case == "qwen3" else {}
     model = make_model(case, tmp_path, **overrides)
     write_model(model, tmp_path / "model.gguf", extra=_bare_vocab)
     with warnings.catch_warnings(), monkeypatch.context() as patch:
