@@ -436,7 +436,20 @@ def _detect() -> tuple[str, frozenset[str]]:
     return facts.arch, frozenset(facts.features)
 
 
+def _within(value: Number, allowed: tuple[float, float] | tuple[str, ...]) -> bool:
+    return isinstance(value, int) and float(allowed[0]) <= value <= float(allowed[1])
+
+
 def with_defaults(target: Target, **changes: Number | str) -> Target:
-    """``target`` with some defaults replaced (command-line options)."""
+    """``target`` with some defaults replaced.  Raises UsageError for a name that is not a default or
+    a value outside its range."""
+    for name, value in changes.items():
+        allowed = DEFAULTS.get(name)
+        if allowed is None:
+            raise UsageError(f"{name} is not a default", next_step=f"known: {_words(DEFAULTS)}")
+        words = isinstance(allowed[0], str)
+        fits = value in allowed if words or isinstance(value, str) else _within(value, allowed)
+        if not fits:
+            raise UsageError(f"{name} = {value!r} is not allowed: {allowed}")
     merged = {**dict(target.defaults), **changes}
     return replace(target, defaults=tuple((n, merged[n]) for n in DEFAULTS))

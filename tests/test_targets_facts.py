@@ -137,6 +137,14 @@ def test_host_is_a_named_target() -> None:
         assert "--target" in str(e)
 
 
+def test_with_defaults() -> None:
+    zen4 = facts.load_target("zen4")
+    assert facts.with_defaults(zen4, max_tokens=7, kv_dtype="f32").default("max_tokens") == 7
+    for wrong in ({"tokens": 7}, {"max_tokens": 0}, {"max_tokens": "many"}, {"kv_dtype": "f8"}):
+        with pytest.raises(UsageError):
+            facts.with_defaults(zen4, **wrong)  # type: ignore[arg-type]
+
+
 def test_unknown_name() -> None:
     with pytest.raises(UsageError, match="zen4"):
         facts.load_target("zen5")
