@@ -441,8 +441,8 @@ def _within(value: Number, allowed: tuple[float, float] | tuple[str, ...]) -> bo
 
 
 def with_defaults(target: Target, **changes: Number | str) -> Target:
-    """``target`` with some defaults replaced.  Raises UsageError for a name that is not a default or
-    a value outside its range."""
+    """``target`` with some defaults replaced.  Raises UsageError for a name that is not a default
+    or a value outside its range."""
     for name, value in changes.items():
         allowed = DEFAULTS.get(name)
         if allowed is None:

@@ -142,7 +142,7 @@ def test_with_defaults() -> None:
     assert facts.with_defaults(zen4, max_tokens=7, kv_dtype="f32").default("max_tokens") == 7
     for wrong in ({"tokens": 7}, {"max_tokens": 0}, {"max_tokens": "many"}, {"kv_dtype": "f8"}):
         with pytest.raises(UsageError):
-            facts.with_defaults(zen4, **wrong)  # type: ignore[arg-type]
+            facts.with_defaults(zen4, **wrong)
 
 
 def test_unknown_name() -> None:

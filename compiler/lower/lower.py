@@ -26,7 +26,7 @@ from zerolayer.compiler.graph.places import layer_of, residual_taps
 from zerolayer.runtime_stub.errors import UnsupportedError, UsageError
 from zerolayer.targets import families
 from zerolayer.targets.facts import Target
-from zerolayer.targets.kernels import KernelQuery, select
+from zerolayer.targets.kernels import KernelQuery, KernelRow, select
 from zerolayer.targets.program import (
     DTYPE_BYTES,
     Buffer,
@@ -248,20 +248,7 @@ class _Lowering:
             tuple(Operand(v.name or "", self.dims.shape(v, place)) for v in outputs),
             self.kv_dtype,
         )
-        constants = constants_of(call)
-        row = select(
-            self.family.rows,
-            KernelQuery(
-                sig.base, sig.formats, sig.activations, tuple(sorted(constants.items())), place
-            ),
-            self.target.features,
-            self.target.name,
-        )
-        missing = [n for n in row.constants if n not in constants]
-        if missing:
-            raise UnsupportedError(
-                f"kernel {row.id} wants {', '.join(missing)}, which {sig.base} lacks", where=place
-            )
+        row, constants = self._kernel(call)
         layouts = dict(zip(formats, row.weight_layout, strict=True))
         weights = {
             r: self._weight(v, formats.get(r), layouts.get(r, ""), place)
@@ -299,6 +286,21 @@ class _Lowering:
                 activation_bytes=self._moved(call, bound, made, rows, weights),
             )
         )
+
+    def _kernel(self, call: Call) -> tuple[KernelRow, dict[str, Constant]]:
+        """The row that serves ``call`` and everything that may be baked into it."""
+        constants = constants_of(call)
+        query = KernelQuery(
+            call.op, call.formats, call.activations, tuple(sorted(constants.items())), call.place
+        )
+        row = select(self.family.rows, query, self.target.features, self.target.name)
+        missing = [n for n in row.constants if n not in constants]
+        if missing:
+            raise UnsupportedError(
+                f"kernel {row.id} wants {', '.join(missing)}, which {call.op} lacks",
+                where=call.place,
+            )
+        return row, constants
 
     def _bind_outputs(self, call: Call, outputs: Sequence[ir.Value], phase: int) -> list[str]:
         """Creates the output buffers; returns the caches that are updated in place."""
