@@ -29,9 +29,13 @@ import sys
 if sys.version_info < (3, 9):
     sys.stderr.write("error: this artifact needs Python 3.9 or later\\n")
     sys.exit(2)
-from {PACKAGE}.cli import main
+try:
+    from {PACKAGE}.cli import main
 
-sys.exit(main())
+    code = main()
+except KeyboardInterrupt:
+    code = 130
+sys.exit(code)
 """
 
 
