@@ -101,30 +101,38 @@ typedef struct zl_attention_shape {
   int kv_dtype;
 } zl_attention_shape;
 
-/* s[v][i] = score of QB queries for 16 positions at kp[v]; kp[v] points at K[0][offset], rows block_size apart */
+/* s[i][16 v ..] = scores of QB queries for the 16 positions at kp[v]; kp[v] points at K[0][offset], rows block_size
+ * apart.  Several vectors of positions at a time hide the latency of the multiply-adds. */
+#define ZL_SCORE_VECTORS (ZL_AVX512 ? 4 : 2)
 ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, const float *const *q, const char *const *kp,
                          int64_t vectors, float s[][ZL_CHUNK]) {
   const int64_t step = a->block_size * zl_kv_bytes(a->kv_dtype);
-  for (int64_t v = 0; v < vectors; v += 2) {
-    v16f acc[2][4];
-    const int two = v + 1 < vectors;
-    const char *p0 = kp[v], *p1 = kp[two ? v + 1 : v];
+  for (int64_t v = 0; v < vectors; v += ZL_SCORE_VECTORS) {
+    v16f acc[ZL_SCORE_VECTORS][4];
+    const char *p[ZL_SCORE_VECTORS];
     ZL_UNROLL
-    for (int i = 0; i < QB; i++) acc[0][i] = acc[1][i] = zl_set(0.0f);
+    for (int w = 0; w < ZL_SCORE_VECTORS; w++) { /* past the last: read the last again, store nothing */
+      p[w] = kp[v + w < vectors ? v + w : vectors - 1];
+      ZL_UNROLL
+      for (int i = 0; i < QB; i++) acc[w][i] = zl_set(0.0f);
+    }
     ZL_NO_UNROLL
     for (int64_t d = 0; d < a->head_dim; d++) {
-      v16f k0 = zl_kv_load(p0 + d * step, a->kv_dtype), k1 = zl_kv_load(p1 + d * step, a->kv_dtype);
+      v16f k[ZL_SCORE_VECTORS];
+      ZL_UNROLL
+      for (int w = 0; w < ZL_SCORE_VECTORS; w++) k[w] = zl_kv_load(p[w] + d * step, a->kv_dtype);
       ZL_UNROLL
       for (int i = 0; i < QB; i++) {
         v16f x = zl_set(q[i][d]);
-        acc[0][i] = zl_fma(x, k0, acc[0][i]);
-        acc[1][i] = zl_fma(x, k1, acc[1][i]);
+        ZL_UNROLL
+        for (int w = 0; w < ZL_SCORE_VECTORS; w++) acc[w][i] = zl_fma(x, k[w], acc[w][i]);
       }
     }
     ZL_UNROLL
-    for (int i = 0; i < QB; i++) {
-      zl_store(s[i] + 16 * v, acc[0][i]);
-      if (two) zl_store(s[i] + 16 * v + 16, acc[1][i]);
+    for (int w = 0; w < ZL_SCORE_VECTORS; w++) {
+      if (v + w >= vectors) break;
+      ZL_UNROLL
+      for (int i = 0; i < QB; i++) zl_store(s[i] + 16 * (v + w), acc[w][i]);
     }
   }
 }
@@ -226,8 +234,12 @@ ZL_KERNEL void zl_span(const zl_task *t, const zl_attention_shape *a, const zl_q
     }
     int64_t i = 0;
     for (; i + 4 <= tile->n; i += 4) zl_chunk(a, 4, tile, i, c0, positions, kp, vp, seen);
-    for (; i + 2 <= tile->n; i += 2) zl_chunk(a, 2, tile, i, c0, positions, kp, vp, seen);
-    for (; i < tile->n; i++) zl_chunk(a, 1, tile, i, c0, positions, kp, vp, seen);
+    if (tile->n - i == 3)
+      zl_chunk(a, 3, tile, i, c0, positions, kp, vp, seen);
+    else if (tile->n - i == 2)
+      zl_chunk(a, 2, tile, i, c0, positions, kp, vp, seen);
+    else if (tile->n - i == 1)
+      zl_chunk(a, 1, tile, i, c0, positions, kp, vp, seen);
   }
 }
 
@@ -288,56 +300,72 @@ ZL_KERNEL void zl_fill_tile(zl_queries *tile, const zl_task *t, const zl_attenti
     }
 }
 
-/* One tile: attends, divides, writes floats (y) or the bundle (y NULL). */
-ZL_KERNEL void zl_attention_tile(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, int64_t t0,
-                                 int64_t h0, int64_t heads, int64_t num_heads, char *k, char *v, float *y, int8_t *q8,
-                                 float *scale, float *sums) {
+/* Tokens t0 .. t1 of one sequence x heads h0 .. h0 + heads of one KV head: one tile from queries to results. */
+typedef struct zl_attention_io {
+  const float *q;           /* [T, H*hd] */
+  char *k, *v;
+  const int32_t *positions; /* [T] */
+  float *y;                 /* [T, H*hd], or NULL and the bundle: */
+  int8_t *q8;
+  float *scale, *sums;
+  int64_t H, group;
+} zl_attention_io;
+
+ZL_KERNEL void zl_attention_one(const zl_task *t, const zl_attention_io *io, const zl_attention_shape *a, int64_t t0,
+                                int64_t t1, int64_t h0, int64_t heads) {
   const int64_t hd = a->head_dim, stride = (hd + 15) / 16 * 16;
   _Alignas(64) float out[2][ZL_QUERIES * ZL_MAX_HEAD_DIM];
   zl_seen total, part;
+  zl_queries tile;
   total.out = out[0];
   part.out = out[1];
-  zl_attend(t, a, tile, k, v, &total, &part);
-  for (int64_t i = 0; i < tile->n; i++) {
-    const int64_t at = (t0 + i / heads) * num_heads + h0 + i % heads; /* (row, head) */
+  zl_fill_tile(&tile, t, a, io->q, io->positions, t0, t1, h0, heads, io->H);
+  tile.kv_head = h0 / io->group;
+  zl_attend(t, a, &tile, io->k, io->v, &total, &part);
+  for (int64_t i = 0; i < tile.n; i++) {
+    const int64_t at = ((t0 + i / heads) * io->H + h0 + i % heads) * hd;
     const float *o = total.out + i * stride;
     const float by = total.sum[i];
-    if (y) {
-      for (int64_t d = 0; d < hd; d += 16) {
-        const int64_t n = hd - d < 16 ? hd - d : 16;
-        zl_store_n(y + at * hd + d, zl_load(o + d) / by, n);
-      }
+    if (io->y) {
+      for (int64_t d = 0; d < hd; d += 16) zl_store_n(io->y + at + d, zl_load(o + d) / by, hd - d < 16 ? hd - d : 16);
     } else {
       for (int64_t d = 0; d < hd; d += 32)
-        zl_quantize32(zl_load(o + d) / by, zl_load(o + d + 16) / by, q8 + at * hd + d, scale + (at * hd + d) / 32,
-                      sums + (at * hd + d) / 16);
+        zl_quantize32(zl_load(o + d) / by, zl_load(o + d + 16) / by, io->q8 + at + d, io->scale + (at + d) / 32,
+                      io->sums + (at + d) / 16);
     }
   }
 }
 
-/* Splits (token tile, head run) items over the threads.  Few tokens: one query head per item, so that every
- * thread has work; many: tiles of tokens that share K and V loads with all heads of the group. */
-ZL_KERNEL void zl_attention_all(const zl_task *t, int64_t rows, const float *q, char *k, char *v,
-                                const int32_t *positions, float *y, int8_t *q8, float *scale, float *sums,
-                                int64_t num_heads, int64_t kv_num_heads, zl_attention_shape a) {
-  const int64_t group = num_heads / kv_num_heads;
-  const int small = rows * kv_num_heads < 4 * (int64_t)t->n_threads;
-  int64_t heads = small ? 1 : group;
-  while (heads > ZL_QUERIES || group % heads) heads--;
-  const int64_t tokens = small ? 1 : ZL_QUERIES / heads, runs = num_heads / heads;
+/* Few tokens: the query heads of all tokens in one row, an equal share to each thread; a share is cut where the KV head
+ * changes, so that heads of a group still read K and V together.  Many: tiles of tokens x the heads of a group. */
+ZL_KERNEL void zl_attention_all(const zl_task *t, int64_t rows, const zl_attention_io *io, const zl_attention_shape *a) {
+  const int64_t H = io->H, group = io->group;
+  const int64_t most = group < ZL_QUERIES ? group : ZL_QUERIES; /* heads of a tile */
+  if (rows * (H / group) < 4 * (int64_t)t->n_threads) {
+    int64_t i, end;
+    zl_share(t, rows * H, &i, &end);
+    while (i < end) {
+      const int64_t row = i / H, h = i % H;
+      int64_t heads = group - h % group;
+      if (heads > end - i) heads = end - i;
+      if (heads > most) heads = most;
+      zl_attention_one(t, io, a, row, row + 1, h, heads);
+      i += heads;
+    }
+    return;
+  }
+  const int64_t tokens = ZL_QUERIES / most, parts = (group + most - 1) / most, runs = H / group * parts;
   const int64_t tiles = (rows + tokens - 1) / tokens;
   /* later tokens see longer contexts: deal tiles out in turn rather than in runs */
   for (int64_t item = t->thread; item < tiles * runs; item += t->n_threads) {
-    const int64_t run = item % runs, h0 = run * heads;
+    const int64_t run = item % runs, h0 = run / parts * group + run % parts * most;
+    const int64_t left = (run / parts + 1) * group - h0, heads = left < most ? left : most;
     int64_t t0 = item / runs * tokens;
     const int64_t stop = t0 + tokens < rows ? t0 + tokens : rows;
-    while (t0 < stop) { /* a tile of tokens may span sequences */
+    while (t0 < stop) { /* a run of tokens may span sequences */
       int64_t t1 = t0 + 1;
       while (t1 < stop && t->token_seq[t1] == t->token_seq[t0]) t1++;
-      zl_queries tile;
-      zl_fill_tile(&tile, t, &a, q, positions, t0, t1, h0, heads, num_heads);
-      tile.kv_head = h0 / group;
-      zl_attention_tile(t, &a, &tile, t0, h0, heads, num_heads, k, v, y, q8, scale, sums);
+      zl_attention_one(t, io, a, t0, t1, h0, heads);
       t0 = t1;
     }
   }
@@ -351,7 +379,8 @@ ZL_KERNEL void zl_paged_attention(const zl_task *t, int64_t rows, const float *q
   (void)seq_starts;
   (void)block_table;
   zl_attention_shape a = {head_dim, block_size, window, (float)scale, (float)softcap, kv_dtype};
-  zl_attention_all(t, rows, q, k_cache, v_cache, positions, y, NULL, NULL, NULL, num_heads, kv_num_heads, a);
+  zl_attention_io io = {q, k_cache, v_cache, positions, y, NULL, NULL, NULL, num_heads, num_heads / kv_num_heads};
+  zl_attention_all(t, rows, &io, &a);
 }
 
 /* the same -> q i8[T, H*hd], scale f32[T, H*hd/32], sums f32[T, H*hd/16] */
@@ -363,7 +392,8 @@ ZL_KERNEL void zl_paged_attention_quantize(const zl_task *t, int64_t rows, const
   (void)seq_starts;
   (void)block_table;
   zl_attention_shape a = {head_dim, block_size, window, (float)scale, (float)softcap, kv_dtype};
-  zl_attention_all(t, rows, q, k_cache, v_cache, positions, NULL, q8, q8_scale, q8_sums, num_heads, kv_num_heads, a);
+  zl_attention_io io = {q, k_cache, v_cache, positions, NULL, q8, q8_scale, q8_sums, num_heads, num_heads / kv_num_heads};
+  zl_attention_all(t, rows, &io, &a);
 }
 
 #endif

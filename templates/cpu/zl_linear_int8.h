@@ -54,6 +54,13 @@ typedef struct zl_bundle {
   const float *sums;  /* [T, K/16] */
 } zl_bundle;
 
+/* Asks for the bytes ZL_PREFETCH_BYTES after block kb: a group is followed by the next one of the share. */
+ZL_KERNEL void zl_prefetch_block(int format, const uint8_t *w, int64_t kb) {
+  const int64_t bytes = zl_block_bytes(format) * 32 / zl_block_cols(format);
+  ZL_UNROLL
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(w + kb * bytes + ZL_PREFETCH_BYTES + i, 0, 3);
+}
+
 /* acc[m] = 16 outputs of the group at w (rows16) for token first + m, m < MT */
 ZL_KERNEL void zl_dot_int8(int format, int MT, zl_bundle a, int64_t first, int64_t K, const uint8_t *w, v16f *acc) {
   const int64_t KB = K / 32;
@@ -65,12 +72,7 @@ ZL_KERNEL void zl_dot_int8(int format, int MT, zl_bundle a, int64_t first, int64
   for (int64_t kb = 0; kb < KB; kb++) {
     zl_block b;
     zl_block_load(format, w, kb, &b);
-    if (MT < 8) { /* a whole tile reuses its weights from L1; fewer tokens wait for memory */
-      const uint8_t *ahead = w + kb * zl_block_bytes(format) * 32 / zl_block_cols(format) + ZL_PREFETCH_BYTES;
-      ZL_UNROLL
-      for (int64_t i = 0; i < zl_block_bytes(format) * 32 / zl_block_cols(format); i += 64)
-        __builtin_prefetch(ahead + i, 0, 3);
-    }
+    zl_prefetch_block(format, w, kb);
     ZL_UNROLL
     for (int m = 0; m < MT; m++) {
       const int8_t *x = q + m * K + kb * 32;
