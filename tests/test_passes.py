@@ -421,6 +421,20 @@ def test_check_names_every_fault() -> None:
             check_graph(model, after="test")
 
 
+def test_control_flow_is_refused() -> None:
+    text = """
+    <ir_version: 10, opset_import: ["" : 24]>
+    net (float[2] x, bool c) => (float[2] y) {
+      y = If (c) <
+        then_branch = a () => (float[2] p) { p = Relu(x) },
+        else_branch = b () => (float[2] q) { q = Abs(x) }
+      >
+    }
+    """
+    with pytest.raises(UnsupportedError, match="graph of its own"):
+        run_passes(ir.from_onnx_text(text), PassOptions())
+
+
 def test_check_compares_with_onnx_inference() -> None:
     model = decoder(CONFIGS["llama"])
     check_graph(model, infer=True)

@@ -14,6 +14,7 @@ from . import domain
 from .execute import graph_without_weights
 
 Dims = tuple[object, ...]
+_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 
 def check_graph(model: ir.Model, *, after: str = "", infer: bool = False) -> None:
@@ -27,6 +28,12 @@ def check_graph(model: ir.Model, *, after: str = "", infer: bool = False) -> Non
     where = f"graph {model.graph.name or ''}" + (f" after pass {after}" if after else "")
     _check_values(model.graph, where)
     for node in model.graph:
+        if any(a.type in _GRAPHS for a in node.attributes.values()):
+            raise UnsupportedError(
+                f"node {node.name} ({node.op_type}) holds a graph of its own",
+                where=where,
+                next_step="export the model without control flow",
+            )
         if node.domain == domain.DOMAIN:
             _check_domain_node(model, node, where)
         elif node.domain and (node.domain, node.op_type, node.overload) not in model.functions:
