@@ -222,7 +222,7 @@ def render(program: Program, target: Target) -> tuple[str, Injection]:
     module = _Module(program, entry, injection)
     shared = injection.kernel("module")
     calls, phases = module.calls(), module.phases()
-    plain = [n for n, _ in program.bounds if "*" not in n] if module.symbols and not step else []
+    plain = list(program.plain_symbols) if module.symbols and not step else []
     note = injection_note(injection, shared, module, program)
     headers = dict.fromkeys(
         (

@@ -138,6 +138,12 @@ class Program:
                 return b
         raise KeyError(name)
 
+    @property
+    def plain_symbols(self) -> tuple[str, ...]:
+        """The symbols that are not made of others (``S+1``, ``batch*seq``), in the order of bounds:
+        what ``zl_run`` takes."""
+        return tuple(name for name, _ in self.bounds if not {"*", "+"} & set(name))
+
     def bound(self, dim: Dim) -> int:
         """The largest value of a dimension."""
         return dim if isinstance(dim, int) else dict(self.bounds)[dim]

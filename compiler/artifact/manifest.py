@@ -159,7 +159,7 @@ def _entry_point(program: Program, entry: EntryPoint) -> dict[str, Any]:
         "fusion": program.fusion,
         "inputs": list(entry.inputs),
         "outputs": list(entry.outputs),
-        "dims": [name for name, _ in program.bounds],  # the order in which zl_run takes them
+        "dims": list(program.plain_symbols),  # the order in which zl_run takes them
         "calls": [_call(c) for c in entry.calls],
     }
 

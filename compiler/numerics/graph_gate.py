@@ -52,7 +52,7 @@ def run_graph_gate(
     with CpuEngine(
         CodeObject(code), weights, written.offset, written.size, n_threads=threads
     ) as engine:
-        engine.run(inputs, outputs, [symbols[name] for name, _ in program.bounds])
+        engine.run(inputs, outputs, [symbols[name] for name in program.plain_symbols])
     feeds = {
         v.name or "": (x.astype(np.int64) if x.dtype == np.int32 else x)
         for v, x in zip(model.graph.graph.inputs, inputs, strict=True)
@@ -85,7 +85,8 @@ def _symbol_values(program: Program) -> dict[str, int]:
     values: dict[str, int] = {}
     for i, (name, bound) in enumerate(program.bounds):
         if "*" in name:
-            values[name] = math.prod(values[part] for part in name.split("*"))
+            parts = name.split("*")
+            values[name] = math.prod(int(p) if p.isdigit() else values[p] for p in parts)
         else:
             values[name] = min(bound, _SIZES[i % len(_SIZES)])
     return values
