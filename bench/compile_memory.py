@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCAB, LAYERS = 2048, 5632, 32, 4, 32000, 22
 HEAD_DIM = HIDDEN // HEADS
@@ -70,7 +71,7 @@ def bf16(rng: np.random.Generator, shape: Shape) -> Iterator[npt.NDArray[np.uint
 
 
 def make_model(folder: Path, layers: int) -> int:
-    """Write config.json and sharded safetensors into ``folder``; the number of parameters."""
+    """Write a Hugging Face folder with sharded safetensors; the number of parameters."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -90,6 +91,7 @@ def make_model(folder: Path, layers: int) -> int:
         "eos_token_id": 2,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    write_tokenizer(folder)
     shards: list[list[tuple[str, Shape]]] = [[]]
     for name, shape in tensors(layers):
         size = sum(2 * elements(s) for _, s in shards[-1])
@@ -106,6 +108,17 @@ def make_model(folder: Path, layers: int) -> int:
     index_file = {"metadata": {"total_size": 2 * total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_file), encoding="utf-8")
     return total
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A word-level tokenizer of the vocabulary's size: its content does not matter here."""
+    vocab = {"<s>": 1, "</s>": 2, "<unk>": 0} | {f"w{i}": i for i in range(3, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
 def write_shard(path: Path, shard: list[tuple[str, Shape]], rng: np.random.Generator) -> None:
