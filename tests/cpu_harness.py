@@ -183,7 +183,7 @@ def has(level: str, name: str) -> bool:
     dot product
     only, and the sanitizer's build is slow."""
     if level == "v4":
-        return "int8" in name and "qkv" not in name
+        return name.startswith("linear_int8")
     if level == "ubsan":
         if name.startswith(("linear_int8", "linear_float", "embed")):
             return name.endswith(("Q4_1", "Q6_K", "BF16"))

@@ -3,9 +3,8 @@
  * In: zl_linear_int8.h, zl_linear_float.h, zl_norm.h, zl_rope.h, zl_attention.h.  Out: the kernels.  Next file:
  * zl_attention.h.
  *
- * An item is a head (of q, k or v) for a tile of tokens: its outputs stay in a small array until they are turned
- * and stored.  Where nothing but the rotation of pairs (i, i + hd/2) joins the outputs of a head, an item is 32
- * outputs instead, which divides more evenly among threads.
+ * An item is a head (of q, k or v) for a tile of tokens: its outputs stay in a small array until they are normalized,
+ * turned and stored.
  */
 #ifndef ZL_QKV_H
 #define ZL_QKV_H
