@@ -90,19 +90,24 @@ static inline int64_t zl_count_from(const zl_candidates *c, float from) {
 }
 
 static inline double zl_mass_from(const zl_candidates *c, float from) {
-  double sum = 0.0;
-  for (int64_t i = 0; i < c->n; i++) sum += c->p[i] >= from ? (double)c->p[i] : 0.0;
-  return sum;
+  double sum[8] = {0}; /* 8 chains of additions, always the same ones */
+  int64_t i = 0;
+  for (; i + 8 <= c->n; i += 8)
+    for (int j = 0; j < 8; j++) sum[j] += c->p[i + j] >= from ? (double)c->p[i + j] : 0.0;
+  for (; i < c->n; i++) sum[0] += c->p[i] >= from ? (double)c->p[i] : 0.0;
+  return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
 }
 
 /* keeps what is above `from`, and of what equals it the first `equal` */
 static inline void zl_keep(zl_candidates *c, float from, int64_t equal) {
   int64_t n = 0;
   for (int64_t i = 0; i < c->n; i++) {
-    int keep = c->p[i] > from || (c->p[i] == from && equal-- > 0);
-    if (!keep) continue;
+    const int same = c->p[i] == from;
+    const int keep = c->p[i] > from || (same && equal > 0);
+    equal -= same;
     c->p[n] = c->p[i];
-    c->id[n++] = c->id[i];
+    c->id[n] = c->id[i];
+    n += keep;
   }
   c->n = n;
 }
@@ -157,12 +162,21 @@ ZL_KERNEL void zl_probabilities(const float *x, int64_t V, const zl_sampling *s,
     for (int32_t i = 0; i < s->n_history; i++)
       if (s->history[i] >= 0 && s->history[i] < V) seen[s->history[i] / 32] |= 1u << (s->history[i] % 32);
   }
-  for (int64_t i = 0; i < V; i++) {
-    float v = x[i] == x[i] ? x[i] : -__builtin_inff();
-    if (penal && (seen[i / 32] >> (i % 32) & 1u)) v = v > 0.0f ? v / penalty : v * penalty;
-    c->p[i] = v;
-    top = v > top ? v : top;
+  v16f tops = zl_set(top);
+  for (int64_t i = 0; i < V; i += 16) {
+    const int64_t n = V - i < 16 ? V - i : 16;
+    v16f v = n == 16 ? zl_load(x + i) : zl_load_n(x + i, n);
+    v = zl_select((v16i)(v == v), v, zl_set(-__builtin_inff()));
+    zl_store_n(c->p + i, v, n);
+    for (int64_t j = 0; penal && j < n; j++)
+      if (seen[(i + j) / 32] >> ((i + j) % 32) & 1u) {
+        float *one = c->p + i + j;
+        *one = *one > 0.0f ? *one / penalty : *one * penalty;
+      }
+    if (n == 16) tops = zl_max(tops, zl_load(c->p + i));
   }
+  top = zl_hmax(tops);
+  for (int64_t i = V / 16 * 16; i < V; i++) top = c->p[i] > top ? c->p[i] : top;
   c->n = 0;
   if (top == -__builtin_inff()) return;
   const int infinite = top == __builtin_inff(); /* only the infinite ones are possible */
@@ -175,11 +189,11 @@ ZL_KERNEL void zl_probabilities(const float *x, int64_t V, const zl_sampling *s,
       e = zl_exp((v - top) / temperature);
     float p[16];
     memcpy(p, &e, 64);
-    for (int64_t j = 0; j < n; j++) /* n <= i: the write never passes the read */
-      if (p[j] > 0.0f) {
-        c->id[c->n] = (int32_t)(i + j);
-        c->p[c->n++] = p[j];
-      }
+    for (int64_t j = 0; j < n; j++) { /* c->n <= i + j: a write never passes what is still to be read */
+      c->id[c->n] = (int32_t)(i + j);
+      c->p[c->n] = p[j];
+      c->n += p[j] > 0.0f;
+    }
   }
 }
 
