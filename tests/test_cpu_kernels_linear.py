@@ -325,3 +325,24 @@ def test_hot_loop_uses_vnni(tmp_path: Path) -> None:
     dots = [line for line in text.splitlines() if "vpdpbusd" in line]
     assert len(dots) >= 8 * (8 + 4 + 2 + 1)
     assert sum("{1to16}" in line and "zmm" in line for line in dots) >= 0.9 * len(dots)
+
+
+@pytest.mark.parametrize("fmt", ["Q4_1", "Q8_0", "Q6_K", "IQ4_NL"])
+def test_levels_agree_to_the_bit(fmt: str) -> None:
+    """The same numbers from 512-bit and 256-bit code, with and without VNNI."""
+    levels = [name for name in ("zen4", "v4", "v3") if LEVELS[name][1] <= host_flags()]
+    rng = np.random.default_rng(7)
+    n, k, t = 24, 512, 5
+    raw, _ = weights(rng, fmt, n, k)
+    w, x = packed(fmt, raw), floats(rng, t, k)
+    results: dict[str, list[bytes]] = {"int8": [], "float": []}
+    for level in levels:
+        lib = kernels_for(level)
+        out = np.zeros((t, n), np.float32)
+        lib.call(f"linear_int8_{fmt}", t, [*bundle(x), w, None, out], [n, k])
+        results["int8"].append(out.tobytes())
+        if has(level, f"linear_float_{fmt}"):
+            lib.call(f"linear_float_{fmt}", t, [x, w, None, out], [n, k, F32])
+            results["float"].append(out.tobytes())
+    for kind, outputs in results.items():
+        assert len(set(outputs)) == 1, kind
