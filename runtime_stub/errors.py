@@ -1,7 +1,7 @@
 """Errors and exit codes shared by the compiler and the loader.
 
-In: nothing.  Out: one exception type per documented exit code; every message names the thing that is
-wrong, the place, and the next step.  Next file: ``container.py``.
+In: nothing.  Out: one exception type per documented exit code; every message names the thing that
+is wrong, the place, and the next step.  Next file: ``container.py``.
 
 This module is the bottom of the import graph: standard library only, Python >= 3.9.
 """
@@ -22,8 +22,8 @@ EXIT_INTERRUPTED = 130
 class ZerolayerError(Exception):
     """A failure that the user can act on.
 
-    ``what`` names the thing and what is wrong with it, ``where`` the file, tensor, key or line it was
-    found at, ``next_step`` what to do about it.  ``exit_code`` is the process's exit status.
+    ``what`` names the thing and what is wrong with it, ``where`` the file, tensor, key or line it
+    was found at, ``next_step`` what to do about it.  ``exit_code`` is the process's exit status.
     """
 
     exit_code = 1

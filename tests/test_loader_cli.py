@@ -204,7 +204,8 @@ def test_many_prompts_run_together(artifact: Path, tmp_path: Path, capsys: Any) 
 
 
 def test_sampling_and_seed(artifact: Path, capsys: Any) -> None:
-    args = ("generate", "--tokens", "9", "-n", "5", "--temperature", "0.7", "--json")
+    args = ("generate", "--tokens", "9", "-n", "5", "--temperature", "0.7", "--json",
+            "--ignore-eos")  # fmt: skip
     run = Run(capsys, artifact, *args, "--seed", "11")
     assert run.json["tokens"] == expected([9], 5, seed=11)
     assert run.json["text"] is None

@@ -72,7 +72,7 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm over each head of q and k, before the rope
-    post_norms: bool = False  # gemma2/3: norms on the outputs of attention and mlp, before the residual add
+    post_norms: bool = False  # gemma2/3: norms on what attention and mlp add to the residual
     gated_mlp: bool = True
     activation: Activation = "silu"
     learned_positions: bool = False  # gpt2: wpe is added to the token embedding
