@@ -41,7 +41,7 @@ from .runner import step_runner
 
 #: a larger region is dropped from this process's address space while the gate runs (see _trimmed)
 _TRIM_ABOVE = 512 << 20
-_TRIM_SECONDS = 0.05
+_TRIM_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
