@@ -94,6 +94,12 @@ def test_bad_json_is_named(data: bytes, word: str) -> None:
         parse_json_object(data, "here")
 
 
+def test_huge_integers_only_where_asked_for() -> None:
+    assert parse_json_object(b'{"a": %d}' % 10**30, "here", huge=True) == {"a": 1e30}
+    with pytest.raises(InputFileError, match="64 bits"):
+        parse_json_object(b'{"a": ' + b"9" * 41 + b"}", "here", huge=True)
+
+
 @FUZZ
 @given(st.binary(max_size=200))
 def test_any_bytes_as_json(data: bytes) -> None:

@@ -82,7 +82,7 @@ def _optional(path: Path, files: list[Path]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     files.append(path)
-    return read_json_object(path)
+    return read_json_object(path, huge=True)
 
 
 def _wrong(key: str, value: Any, where: str) -> InputFileError:

@@ -5,7 +5,8 @@ In: a path, or the bytes of a JSON header.  Out: a ``dict`` of plain values.  Ne
 
 Refused, with the place: files over a size limit, nesting over a depth limit, a key twice in one
 object, ``NaN`` and ``Infinity``, numbers that do not fit (integers beyond 64 bits, floats that
-overflow), text that is not UTF-8 or holds half a surrogate pair.
+overflow), text that is not UTF-8 or holds half a surrogate pair.  ``huge=True`` takes integers of
+up to 40 digits, as floats: transformers writes ``int(1e30)`` where a tokenizer has no limit.
 """
 
 from __future__ import annotations
@@ -48,19 +49,21 @@ def read_bytes(path: Path, limit: int) -> bytes:
     return data
 
 
-def read_json_object(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+def read_json_object(
+    path: Path, limit: int = MAX_CONFIG_BYTES, *, huge: bool = False
+) -> dict[str, Any]:
     """The JSON object in ``path``.  Raises InputFileError naming the file and what is wrong."""
-    return parse_json_object(read_bytes(path, limit), str(path))
+    return parse_json_object(read_bytes(path, limit), str(path), huge=huge)
 
 
-def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
+def parse_json_object(data: bytes, where: str, *, huge: bool = False) -> dict[str, Any]:
     """The JSON object in ``data``; ``where`` is the place in errors.  Raises InputFileError."""
     try:
         value = json.loads(
             data.decode("utf-8-sig"),
             object_pairs_hook=_unique_keys,
             parse_constant=_refuse_constant,
-            parse_int=_bounded_int,
+            parse_int=_huge_int if huge else _bounded_int,
             parse_float=_finite_float,
         )
         _check_tree(value)
@@ -96,6 +99,10 @@ def _bounded_int(text: str) -> int:
     if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
         raise ValueError(f"holds the integer {text[:24]}.., which has more than 64 bits")
     return int(text)
+
+
+def _huge_int(text: str) -> int | float:
+    return float(text) if 20 <= len(text) <= 40 else _bounded_int(text)
 
 
 def _finite_float(text: str) -> float:
