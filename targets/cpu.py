@@ -222,7 +222,7 @@ def render(program: Program, target: Target) -> tuple[str, Injection]:
     module = _Module(program, entry, injection)
     shared = injection.kernel("module")
     calls, phases = module.calls(), module.phases()
-    plain = list(program.plain_symbols) if module.symbols and not step else []
+    plain = [] if step else list(program.plain_symbols)
     note = injection_note(injection, shared, module, program)
     headers = dict.fromkeys(
         (

@@ -34,6 +34,12 @@ LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
     ("avx2", frozenset({"avx2", "fma", "f16c"})),
 )
 
+#: what the kernels over a bf16 KV cache need
+BF16_LEVEL = ("avx512bf16", LEVELS[0][1] | {"avx512bf16"})
+
+#: why a call does not fit a kernel, from its constants, or None
+Check = Callable[[Mapping[str, Constant]], "str | None"]
+
 _FORMAT_C = {name: f"ZL_FMT_{name}" for name in sorted(FORMATS)}
 #: constant name -> its string values -> C spelling.  Any other constant is a number.
 C_NAMES: Mapping[str, Mapping[str, str]] = {
@@ -53,7 +59,7 @@ C_NAMES: Mapping[str, Mapping[str, str]] = {
         "sigmoid": "ZL_ACT_SIGMOID",
     },
     "approximate": {"none": "ZL_ACT_GELU_ERF", "tanh": "ZL_ACT_GELU_TANH"},
-    "kv_dtype": {"f32": "ZL_KV_F32", "f16": "ZL_KV_F16"},
+    "kv_dtype": {"f32": "ZL_KV_F32", "f16": "ZL_KV_F16", "bf16": "ZL_KV_BF16"},
     "role": {"k": "ZL_ROLE_K", "v": "ZL_ROLE_V"},
     "broadcast": {
         "same": "ZL_SAME",
@@ -65,7 +71,7 @@ C_NAMES: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def _multiple(name: str, of: int) -> Callable[[Mapping[str, Constant]], str | None]:
+def _multiple(name: str, of: int) -> Check:
     def check(constants: Mapping[str, Constant]) -> str | None:
         value = constants.get(name)
         if isinstance(value, int) and value % of:
@@ -76,8 +82,8 @@ def _multiple(name: str, of: int) -> Callable[[Mapping[str, Constant]], str | No
 
 
 def _all(
-    *checks: Callable[[Mapping[str, Constant]], str | None],
-) -> Callable[[Mapping[str, Constant]], str | None]:
+    *checks: Check,
+) -> Check:
     def check(constants: Mapping[str, Constant]) -> str | None:
         return next((why for c in checks if (why := c(constants)) is not None), None)
 
@@ -131,7 +137,7 @@ class _Kernel:
     weights: int = 0
     bundle: str = ""  # "int8", "floats" or "" (no activation kind)
     formats: frozenset[str] = FORMATS
-    constraint: Callable[[Mapping[str, Constant]], str | None] = _ANY
+    constraint: Check = _ANY
 
 
 def _linear_kernels() -> list[_Kernel]:
@@ -227,26 +233,40 @@ _KERNELS: tuple[_Kernel, ...] = (
 )
 
 
+def _bf16_cache(constants: Mapping[str, Constant]) -> str | None:
+    kv = constants.get("kv_dtype")
+    return None if kv in (None, "bf16") else f"reads a bf16 cache, not {kv}"
+
+
+def _no_bf16_cache(constants: Mapping[str, Constant]) -> str | None:
+    return "does not read a bf16 cache" if constants.get("kv_dtype") == "bf16" else None
+
+
 def _rows() -> tuple[KernelRow, ...]:
-    out: list[KernelRow] = []
+    suffix, features = BF16_LEVEL
+    caching = [k for k in _KERNELS if "kv_dtype" in k.constants]
+    out = [_row(k, suffix, features, _all(k.constraint, _bf16_cache)) for k in caching]
     for suffix, features in LEVELS:
         for k in _KERNELS:
-            kinds = {"int8": {"int8"}, "floats": {"f32", "bf16"}, "": set[str]()}[k.bundle]
-            out.append(
-                KernelRow(
-                    id=".".join(x for x in (k.op, k.bundle, suffix) if x),
-                    op=k.op,
-                    header=k.header,
-                    function=k.function,
-                    constants=k.constants,
-                    formats=(k.formats,) * k.weights,
-                    activations=frozenset(kinds),
-                    features=features,
-                    weight_layout=("rows16",) * k.weights,
-                    constraint=k.constraint,
-                )
-            )
+            check = _all(k.constraint, _no_bf16_cache) if k in caching else k.constraint
+            out.append(_row(k, suffix, features, check))
     return tuple(out)
+
+
+def _row(k: _Kernel, suffix: str, features: frozenset[str], constraint: Check) -> KernelRow:
+    kinds = {"int8": {"int8"}, "floats": {"f32", "bf16"}, "": set[str]()}[k.bundle]
+    return KernelRow(
+        id=".".join(x for x in (k.op, k.bundle, suffix) if x),
+        op=k.op,
+        header=k.header,
+        function=k.function,
+        constants=k.constants,
+        formats=(k.formats,) * k.weights,
+        activations=frozenset(kinds),
+        features=features,
+        weight_layout=("rows16",) * k.weights,
+        constraint=constraint,
+    )
 
 
 ROWS: tuple[KernelRow, ...] = _rows()

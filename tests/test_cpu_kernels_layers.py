@@ -23,7 +23,7 @@ from test_cpu_kernels_linear import (
     weights,
 )
 
-F16 = 1  # enum zl_kv_dtype
+F16, KV_BF16 = 1, 2  # enum zl_kv_dtype
 
 
 @pytest.fixture(scope="session", params=["zen4", "v3"])
@@ -281,6 +281,56 @@ def test_attention(
         kernels.call("attention_quantize", t, [*arrays, *got], ints, [scale, softcap], batch)
         for a, b in zip(got, bundle(y), strict=True):
             assert (a == b).all()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kvh", "hd", "block_size", "window", "softcap", "lengths"),
+    [
+        (9, 3, 64, 32, 0, 0.0, [(0, 5), (70, 1), (129, 3)]),
+        (4, 4, 32, 32, 0, 0.0, [(1030, 2), (0, 41)]),
+        (8, 1, 96, 16, 20, 0.0, [(100, 70)]),
+        (2, 1, 24, 16, 0, 15.0, [(17, 1), (0, 1), (63, 2)]),
+        (6, 2, 40, 16, 65, 30.0, [(200, 3)]),
+        (2, 2, 256, 16, 0, 0.0, [(20, 3)]),
+    ],
+)
+def test_attention_over_a_bf16_cache(
+    heads: int,
+    kvh: int,
+    hd: int,
+    block_size: int,
+    window: int,
+    softcap: float,
+    lengths: list[tuple[int, int]],
+) -> None:
+    """Queries, keys and values rounded to bf16; probabilities too (half a unit of 2^-8 each)."""
+    kernels = kernels_for("zen4")
+    rng = np.random.default_rng(8)
+    batch, t, total = make_batch(lengths, block_size)
+    blocks = np.full(total * KV_BLOCK_BYTES, 0xFF, np.uint8)  # NaN wherever nothing was written
+    ks = [floats(rng, p + n, kvh * hd) for p, n in lengths]
+    vs = [floats(rng, p + n, kvh * hd) for p, n in lengths]
+    k_offset, v_offset = 64, 64 + kvh * hd * block_size * 2
+    fill_cache(kernels, lengths, block_size, blocks, k_offset, ks, kvh, hd, 0, KV_BF16)
+    fill_cache(kernels, lengths, block_size, blocks, v_offset, vs, kvh, hd, 1, KV_BF16)
+    q = floats(rng, t, heads * hd)
+    scale = 1 / math.sqrt(hd)
+    ints = [heads, kvh, hd, window, block_size, KV_BF16]
+    arrays = [q, blocks[k_offset:], blocks[v_offset:], batch.positions, None, None]
+    y = np.full((t, heads * hd), np.nan, np.float32)
+    kernels.call("attention", t, [*arrays, y], ints, [scale, softcap], batch)
+    want = np.zeros((t, heads * hd))
+    for i in range(t):
+        s, p = int(batch.token_seq[i]), int(batch.positions[i])
+        ck, cv = (to_bf16(c[s]).reshape(-1, kvh, hd) for c in (ks, vs))
+        one_q = to_bf16(q[i]).reshape(heads, hd)
+        answer = attention_reference(one_q, ck, cv, p, scale, softcap, window, heads // kvh)
+        want[i] = answer.reshape(-1)
+    assert np.abs(y - want).max() < 2**-8
+    assert np.abs(y - want).mean() < 2**-11
+    threaded = np.zeros_like(y)
+    kernels.call("attention", t, [*arrays, threaded], ints, [scale, softcap], batch, threads=3)
+    assert (threaded == y).all()
 
 
 @pytest.mark.parametrize("name", ["qkv_int8", "qkv_int8_mixed", "qkv_float"])

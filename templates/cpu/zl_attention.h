@@ -3,7 +3,7 @@
  * In: zl_math.h, zl_quantize.h.  Out: zl_kv_slot, zl_cache_put (used by zl_qkv.h), the kernels.  Next file:
  * zl_elementwise.h.
  *
- * One layer's share of a KV block, KV = f32 or f16:
+ * One layer's share of a KV block, KV = f32 or f16 (bf16: zl_attention_bf16.h):
  *     K  [kv_heads][head_dim][block_size]     positions are lanes: q . k for 16 positions is one chain of
  *     V  [kv_heads][block_size][head_dim]     multiply-adds with no sum across lanes; elements are lanes
  *
@@ -22,7 +22,7 @@
 #define ZL_QUERIES 32 /* queries of a tile */
 #define ZL_MAX_HEAD_DIM 512
 
-ZL_KERNEL int64_t zl_kv_bytes(int kv_dtype) { return kv_dtype == ZL_KV_F16 ? 2 : 4; }
+ZL_KERNEL int64_t zl_kv_bytes(int kv_dtype) { return kv_dtype == ZL_KV_F32 ? 4 : 2; }
 
 /* where position p of sequence s is: the block's data of one buffer, and the offset in the block */
 ZL_KERNEL char *zl_kv_block(const zl_task *t, char *kv, int64_t seq, int64_t block_index) {
@@ -41,11 +41,30 @@ ZL_KERNEL v16f zl_kv_load_n(const char *p, int kv_dtype, int64_t n) {
   return zl_load_half(&h);
 }
 
+/* one head's row x[hd] into a bf16 cache; base is the head's data in the block */
+ZL_KERNEL void zl_cache_put_bf16(const float *x, char *base, int64_t at, int64_t head_dim, int64_t block_size,
+                                 int role) {
+  for (int64_t d = 0; d < head_dim; d += 16) {
+    const int64_t n = head_dim - d < 16 ? head_dim - d : 16;
+    v16u h = (v16u)zl_round_bf16(zl_load_n(x + d, n)) >> 16;
+    for (int64_t i = 0; i < n; i++) {
+      const uint16_t one = (uint16_t)h[i];
+      char *to = role == ZL_ROLE_V ? base + ((at / 2 * head_dim + d + i) * 2 + at % 2) * 2
+                                   : base + (((d + i) / 2 * block_size + at) * 2 + i % 2) * 2;
+      memcpy(to, &one, 2);
+    }
+  }
+}
+
 /* one head's row x[hd] into the cache at (block, offset in block) */
 ZL_KERNEL void zl_cache_put(const float *x, char *block, int64_t kv_head, int64_t at, int64_t head_dim,
                             int64_t block_size, int role, int kv_dtype) {
   const int64_t bytes = zl_kv_bytes(kv_dtype);
   char *base = block + kv_head * head_dim * block_size * bytes;
+  if (kv_dtype == ZL_KV_BF16) {
+    zl_cache_put_bf16(x, base, at, head_dim, block_size, role);
+    return;
+  }
   if (role == ZL_ROLE_V) base += at * head_dim * bytes;
   for (int64_t d = 0; d < head_dim; d += 16) {
     const int64_t n = head_dim - d < 16 ? head_dim - d : 16;
@@ -89,7 +108,8 @@ typedef struct zl_seen {
 
 /* The queries of a tile: token i / heads, head i % heads of the tile. */
 typedef struct zl_queries {
-  const float *q[ZL_QUERIES];  /* [hd] */
+  const float *q[ZL_QUERIES];        /* [hd] */
+  const uint32_t *pairs[ZL_QUERIES]; /* [hd / 2], the same in bf16; bf16 caches only */
   int64_t from[ZL_QUERIES];    /* first and last position it attends to */
   int64_t last[ZL_QUERIES];
   int64_t n, seq, kv_head;
@@ -100,6 +120,10 @@ typedef struct zl_attention_shape {
   float scale, softcap;
   int kv_dtype;
 } zl_attention_shape;
+
+#if defined(__AVX512BF16__)
+#include "zl_attention_bf16.h"
+#endif
 
 /* s[i][16 v ..] = scores of QB queries for the 16 positions at kp[v]; kp[v] points at K[0][offset], rows block_size
  * apart.  Several vectors of positions at a time hide the latency of the multiply-adds. */
@@ -206,6 +230,12 @@ ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, float s[][ZL_CHUNK]
 /* QB queries from index i of the tile, one chunk; kp, vp as above; `positions` of the chunk exist */
 ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, const zl_queries *tile, int64_t i, int64_t c0,
                         int64_t positions, const char *const *kp, const char *const *vp, zl_seen *seen) {
+#if defined(__AVX512BF16__)
+  if (a->kv_dtype == ZL_KV_BF16) {
+    zl_chunk_bf16(a, QB, tile, i, c0, positions, kp, vp, seen);
+    return;
+  }
+#endif
   _Alignas(64) float s[4][ZL_CHUNK];
   float factor[4];
   float *out[4];
@@ -224,12 +254,13 @@ ZL_KERNEL void zl_span(const zl_task *t, const zl_attention_shape *a, const zl_q
                        int64_t begin, int64_t end, zl_seen *seen) {
   const int64_t hd = a->head_dim, bs = a->block_size, bytes = zl_kv_bytes(a->kv_dtype);
   const int64_t head = tile->kv_head * hd * bs * bytes;
+  const int64_t k_bytes = a->kv_dtype == ZL_KV_BF16 ? 4 : bytes; /* from position to position: one pair */
   for (int64_t c0 = begin / ZL_CHUNK * ZL_CHUNK; c0 <= end; c0 += ZL_CHUNK) {
     const int64_t positions = end - c0 + 1 < ZL_CHUNK ? end - c0 + 1 : ZL_CHUNK;
     const char *kp[ZL_CHUNK / 16], *vp[ZL_CHUNK / 16];
-    for (int64_t i = 0; i < (positions + 15) / 16; i++) {
-      const int64_t p = c0 + 16 * i;
-      kp[i] = zl_kv_block(t, k, tile->seq, p / bs) + head + p % bs * bytes;
+    for (int64_t i = 0; i < ZL_CHUNK / 16; i++) { /* past the context: the first again, masked later */
+      const int64_t p = c0 + (16 * i < positions ? 16 * i : 0);
+      kp[i] = zl_kv_block(t, k, tile->seq, p / bs) + head + p % bs * k_bytes;
       vp[i] = zl_kv_block(t, v, tile->seq, p / bs) + head + p % bs * hd * bytes;
     }
     int64_t i = 0;
@@ -251,12 +282,13 @@ ZL_KERNEL void zl_seen_reset(zl_seen *s, int64_t n, int64_t stride) {
   memset(s->out, 0, (size_t)(n * stride) * 4);
 }
 
-/* total = total merged with part, query by query */
-ZL_KERNEL void zl_seen_merge(zl_seen *total, const zl_seen *part, int64_t n, int64_t stride) {
+/* total = total merged with part, query by query; maxima are in multiples of `unit` */
+ZL_KERNEL void zl_seen_merge(zl_seen *total, const zl_seen *part, int64_t n, int64_t stride, float unit) {
   for (int64_t i = 0; i < n; i++) {
     const float top = part->max[i] > total->max[i] ? part->max[i] : total->max[i];
     const float base = top == -__builtin_inff() ? 0.0f : top;
-    const v16f fa = zl_exp(zl_set(total->max[i] - base)), fb = zl_exp(zl_set(part->max[i] - base));
+    const v16f fa = zl_exp(zl_set((total->max[i] - base) * unit));
+    const v16f fb = zl_exp(zl_set((part->max[i] - base) * unit));
     total->max[i] = top;
     total->sum[i] = total->sum[i] * fa[0] + part->sum[i] * fb[0];
     for (int64_t d = 0; d < stride; d += 16) {
@@ -281,7 +313,7 @@ ZL_KERNEL void zl_attend(const zl_task *t, const zl_attention_shape *a, const zl
     const int64_t end = span + ZL_SPAN - 1 < last ? span + ZL_SPAN - 1 : last;
     zl_seen_reset(part, tile->n, stride);
     zl_span(t, a, tile, k, v, begin, end, part);
-    zl_seen_merge(total, part, tile->n, stride);
+    zl_seen_merge(total, part, tile->n, stride, a->kv_dtype == ZL_KV_BF16 ? 0x1.62e43p-1f : 1.0f); /* ln 2 */
   }
 }
 
@@ -321,6 +353,13 @@ ZL_KERNEL void zl_attention_one(const zl_task *t, const zl_attention_io *io, con
   part.out = out[1];
   zl_fill_tile(&tile, t, a, io->q, io->positions, t0, t1, h0, heads, io->H);
   tile.kv_head = h0 / io->group;
+#if defined(__AVX512BF16__)
+  _Alignas(64) uint32_t pairs[ZL_QUERIES * ZL_MAX_HEAD_DIM / 2];
+  for (int64_t i = 0; a->kv_dtype == ZL_KV_BF16 && i < tile.n; i++) {
+    tile.pairs[i] = pairs + i * (hd / 2);
+    zl_pairs(tile.q[i], pairs + i * (hd / 2), hd);
+  }
+#endif
   zl_attend(t, a, &tile, io->k, io->v, &total, &part);
   for (int64_t i = 0; i < tile.n; i++) {
     const int64_t at = ((t0 + i / heads) * io->H + h0 + i % heads) * hd;
