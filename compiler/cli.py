@@ -125,6 +125,7 @@ def _progress() -> Iterator[Progress]:
     if sys.stderr.isatty():
         with RichProgress() as bars:
             yield bars
+        print(file=sys.stderr)
     else:
         yield PlainProgress()
 
@@ -315,7 +316,7 @@ def compile_command(
     if as_json:
         print_json(result.as_dict())
     else:
-        cli_show.console().print(cli_show.pairs(result.summary(), title=str(path)))
+        cli_show.show(cli_show.pairs(result.summary(), title=str(path)))
 
 
 @app.command("targets")
@@ -328,7 +329,7 @@ def targets_command(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """List the targets, or show what one is: facts with units and sources, requirements."""
+    """List the targets, or one target's facts and sources."""
     from zerolayer.runtime_stub.errors import HardwareMismatchError
     from zerolayer.targets.facts import list_targets, load_target, resolve_host
 
@@ -389,7 +390,7 @@ def inspect_command(
             data = inspect.view(artifact, view)
             print_json({view: data} if view else data)
         else:
-            cli_show.console().print(inspect_show.render(artifact, view))
+            cli_show.show(inspect_show.render(artifact, view, cli_show.console().width))
 
 
 @app.command("verify")
@@ -399,10 +400,13 @@ def verify_command(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Check every byte of an artifact; it runs on any machine (`FILE verify` also runs prompts)."""
+    """Check every byte of an artifact, on any machine.
+
+    On the host, `FILE verify` also runs the golden prompts.
+    """
     from .artifact.inspect import verify_file
 
-    with _progress() as progress, progress.stage("verify", total=None) as stage:
+    with _progress() as progress, progress.stage("verify") as stage:
         seen = 0
 
         def advance(done: int, _total: int) -> None:
@@ -415,13 +419,13 @@ def verify_command(
         print_json(verified.as_dict())
     else:
         rows = [(name, str(value)) for name, value in verified.as_dict().items()]
-        cli_show.console().print(cli_show.pairs(rows))
+        cli_show.show(cli_show.pairs(rows))
 
 
 @app.command("demo-model")
 @guarded
 def demo_model_command(as_json: JsonOption = False, debug: DebugOption = False) -> None:
-    """Fetch the demo model (SmolLM2-135M, 93 MB) once, and print where it is."""
+    """Fetch the demo model (93 MB) once, print its path."""
     from . import demo
 
     with _progress() as progress:

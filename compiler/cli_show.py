@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 from zerolayer.targets.facts import Target
@@ -20,6 +20,18 @@ def console() -> Console:
     """Stdout; never coloured and hardly ever wrapped where it is not a terminal."""
     out = Console(highlight=False)
     return out if out.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
+
+
+def show(what: RenderableType) -> None:
+    """Prints ``what``; no blanks at the ends of lines where stdout is not a terminal."""
+    out = console()
+    if out.is_terminal:
+        out.print(what)
+        return
+    with out.capture() as captured:
+        out.print(what)
+    for line in captured.get().splitlines():
+        print(line.rstrip())
 
 
 def table(
@@ -36,10 +48,9 @@ def table(
 
 def pairs(rows: Iterable[tuple[str, str]], *, title: str = "") -> Table:
     """Two columns without a heading."""
-    out = Table(
-        box=box.SIMPLE, show_header=False, title=title or None, title_justify="left", pad_edge=False
-    )
-    out.add_column(no_wrap=True, style="bold")
+    out = Table.grid(padding=(0, 2, 0, 0))
+    out.title, out.title_justify, out.title_style = title or None, "left", "bold"
+    out.add_column(no_wrap=True, style="cyan")
     out.add_column(overflow="fold")
     for name, value in rows:
         out.add_row(Text(name), Text(value))
@@ -62,14 +73,12 @@ def show_targets(targets: Sequence[Target], host: str | None) -> None:
         )
         for t in targets
     ]
-    out = console()
-    out.print(table(("target", "family", "arch", "description"), rows, wrap="description"))
-    out.print(f"* this machine: --target host is {host}" if host else "this machine fits no target")
+    show(table(("target", "family", "arch", "description"), rows, wrap="description"))
+    print(f"* this machine: --target host is {host}" if host else "this machine fits no target")
 
 
 def show_target(target: Target) -> None:
     """Everything about one target."""
-    out = console()
     requires = target.requires
     rows = [
         ("target", target.name),
@@ -85,6 +94,6 @@ def show_target(target: Target) -> None:
         (f"default {name}", value if isinstance(value, str) else quantity(value))
         for name, value in target.defaults
     ]
-    out.print(pairs(rows))
+    show(pairs(rows))
     facts = [(f.name, quantity(f.value), f.unit, f.source) for f in target.facts]
-    out.print(table(("fact", "value", "unit", "source"), facts, wrap="source"))
+    show(table(("fact", "value", "unit", "source"), facts, wrap="source"))

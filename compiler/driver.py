@@ -164,7 +164,7 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         manifest["code"] = {"path": binaries.entry, **binaries.extra}
         return manifest, more
 
-    with progress.stage("write", total=max(1, program.weights_bytes)) as stage:
+    with progress.stage("write", total=max(1, program.weights_bytes), unit="bytes") as stage:
         digest = write_artifact(
             request.output,
             members=members,
@@ -306,7 +306,7 @@ def _noted(cache: CompileCache, stage: Stage) -> families.Cache:
         parts: Mapping[str, str | bytes], build: Callable[[], bytes]
     ) -> tuple[bytes, bool]:
         data, hit = cache.get_or_build(parts, build)
-        stage.note("from the compile cache" if hit else "compiled")
+        stage.note("from the cache" if hit else "compiled")
         return data, hit
 
     return get_or_build

@@ -15,12 +15,14 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
+    ProgressColumn,
     SpinnerColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
 )
 from rich.progress import Progress as RichBars
+from rich.text import Text
 
 
 class Stage(Protocol):
@@ -35,18 +37,28 @@ class Progress(Protocol):
     """Where a compile reports to.
 
     ``with progress.stage("kernels", total=12) as s: s.advance(1)``; ``total`` is None where the
-    amount of work is unknown.  ``message`` shows one line that stays.  ``timings`` is the list of
-    finished stages with their wall time in seconds, in order.
+    amount of work is unknown, ``unit`` is ``bytes`` where it is shown in MiB.  ``message`` shows
+    one line that stays.  ``timings`` is the list of finished stages with their wall time in
+    seconds, in order.
     """
 
     @property
     def timings(self) -> list[tuple[str, float]]: ...
 
     def stage(
-        self, name: str, total: int | None = None
+        self, name: str, total: int | None = None, unit: str = ""
     ) -> contextlib.AbstractContextManager[Stage]: ...
 
     def message(self, text: str) -> None: ...
+
+
+def amount(done: float, total: float | None, unit: str) -> str:
+    """``3/16``, or ``12.0/92.1 MiB``; nothing where the amount of work is unknown."""
+    if total is None:
+        return ""
+    if unit == "bytes":
+        return f"{done / (1 << 20):.1f}/{total / (1 << 20):.1f} MiB"
+    return f"{done:.0f}/{total:.0f}"
 
 
 class _SilentStage:
@@ -64,7 +76,7 @@ class NullProgress:
         self.timings: list[tuple[str, float]] = []
 
     @contextlib.contextmanager
-    def stage(self, name: str, total: int | None = None) -> Iterator[Stage]:
+    def stage(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Stage]:
         start = time.perf_counter()
         yield _SilentStage()
         self.timings.append((name, time.perf_counter() - start))
@@ -98,23 +110,34 @@ class PlainProgress:
         print(text, file=self._out if self._out is not None else sys.stderr, flush=True)
 
     @contextlib.contextmanager
-    def stage(self, name: str, total: int | None = None) -> Iterator[Stage]:
+    def stage(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Stage]:
         start = time.perf_counter()
         stage = _NotedStage()
         yield stage
         seconds = time.perf_counter() - start
         self.timings.append((name, seconds))
-        count = f" {stage.done}" if total is not None else ""
-        self._print(f"{name:<12}{count} {seconds:6.2f} s  {stage.last}".rstrip())
+        count = amount(stage.done, total, unit)
+        self._print(f"{name:<12}{seconds:8.2f} s  {count or stage.last}".rstrip())
 
     def message(self, text: str) -> None:
         self._print(text)
 
 
+class _AmountColumn(ProgressColumn):
+    """What :func:`amount` says, else the stage's note."""
+
+    def render(self, task: Task) -> Text:
+        known = task.total if task.fields["counted"] else None
+        shown = amount(task.completed, known, task.fields["unit"])
+        return Text(shown or task.fields["note"], style="green" if shown else "dim")
+
+
 class _RichStage:
-    def __init__(self, bars: RichBars, name: str, total: int | None) -> None:
+    def __init__(self, bars: RichBars, name: str, total: int | None, unit: str) -> None:
         self._bars = bars
-        self._id = bars.add_task(name, total=total, note="")
+        self._id = bars.add_task(
+            name, total=total or None, note="", unit=unit, counted=total is not None
+        )
 
     def advance(self, n: int = 1) -> None:
         self._bars.advance(self._id, n)
@@ -138,9 +161,8 @@ class RichProgress:
             SpinnerColumn(finished_text="[green]✓"),
             TextColumn("{task.description:<12}"),
             BarColumn(bar_width=24),
-            MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("[dim]{task.fields[note]}", markup=True),
+            _AmountColumn(),
             console=console if console is not None else Console(stderr=True),
         )
 
@@ -152,9 +174,9 @@ class RichProgress:
         self._bars.stop()
 
     @contextlib.contextmanager
-    def stage(self, name: str, total: int | None = None) -> Iterator[Stage]:
+    def stage(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Stage]:
         start = time.perf_counter()
-        stage = _RichStage(self._bars, name, total)
+        stage = _RichStage(self._bars, name, total, unit)
         yield stage
         stage.close()
         self.timings.append((name, time.perf_counter() - start))

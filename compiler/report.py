@@ -6,6 +6,7 @@ dictionary for pipelines.  Next file: ``cli.py``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,12 +93,11 @@ class CompileResult:
         ]
         rows.append(("predicted", self._predicted()))
         rows.append(("numerics", self._numerics()))
-        rows += [("setting", line) for line in self.decisions]
-        rows += [("warning", line) for line in self.warnings]
+        for label, lines in (("settings", self.decisions), ("warnings", self.warnings)):
+            rows += [(label if i == 0 else "", line) for i, line in enumerate(lines)]
         rows.append(("time", ", ".join(f"{name} {s:.1f} s" for name, s in self.timings)))
         if need.contexts:
-            fits = ", ".join(f"{m >> 30} GiB: {t:,}" for m, t in need.contexts[:5])
-            rows.insert(6, ("context", f"largest that fits in memory, in tokens: {fits}"))
+            rows.insert(6, ("context", contexts_text(need.contexts)))
         return rows
 
     def _memory(self) -> str:
@@ -124,10 +124,11 @@ class CompileResult:
         if "kl" not in report:
             worst = max((o["relative_error"] for o in report.get("outputs", ())), default=0.0)
             return f"{report.get('status')}: largest relative error {worst:g}"
+        decisive = report["decisive_positions"]
+        top1 = f"top-1 {report['top1']:.1%} of {decisive} decisive positions"
         return (
-            f"{report['status']}: top-1 {report['top1']:.1%} of {report['decisive_positions']} "
-            f"decisive positions, KL {report['kl']:g} nats, "
-            f"relative logit error {report['logit_error']:g}"
+            f"{report['status']}: {top1 if decisive else 'no decisive position'}, "
+            f"KL {report['kl']:g} nats, relative logit error {report['logit_error']:g}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -157,6 +158,17 @@ class CompileResult:
         }
 
 
+def contexts_text(contexts: Sequence[tuple[int, int]]) -> str:
+    """The largest context per memory size, (bytes, tokens) rising, up to where memory is no longer
+    what bounds it."""
+    longest = max(tokens for _, tokens in contexts)
+    enough = min(memory for memory, tokens in contexts if tokens == longest)
+    parts = [f"{t:,} tokens in {m >> 30} GiB" for m, t in contexts if 0 < t < longest][-4:]
+    return ", ".join([*parts, f"{longest:,} tokens in {enough >> 30} GiB of memory or more"])
+
+
 def mib(nbytes: int) -> str:
-    """Bytes as mebibytes for people."""
+    """Bytes for people."""
+    if nbytes < 1 << 20:
+        return f"{nbytes / 1024:,.1f} KiB"
     return f"{nbytes / (1 << 20):,.1f} MiB"

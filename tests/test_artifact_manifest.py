@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import io
 import json
 import os
 import re
@@ -273,6 +274,11 @@ def test_header_page_explains_the_file(tmp_path: Path) -> None:
     for part in ("check", "generate", "verify", "x86-64-v3", "36,864 param", "Licences", "avx2"):
         assert part in text
     assert max(map(len, text.splitlines()[3:])) <= 500
+    manifest = build_manifest(_inputs())
+    manifest["model"] |= {"kind": "graph", "name": "m", "licenses": []}
+    text = header_text(manifest)
+    assert "FILE run --input" in text and "chat" not in text and "tokenizer" not in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_artifacts_of_released_formats_still_open() -> None:
@@ -441,6 +447,10 @@ def test_inspect_views(tmp_path: Path) -> None:
             assert part in shown
         assert "22.5 KiB" in _shown(artifact, "kernels")
         assert "2,048 tokens" in _shown(artifact, "memory")
+        for view in ("kernels", "memory", "roofline"):
+            page = io.StringIO()
+            Console(width=80, file=page).print(inspect_show.render(artifact, view, 80))
+            assert "█" not in page.getvalue()  # no room for bars
     assert inspect.verify_file(out).as_dict()["status"] == "ok"
 
 

@@ -46,6 +46,7 @@ def test_summary_and_progress(
     for stage in ("read model", "passes", "lower", "kernels", "write"):
         assert stage in done.err
     assert "\x1b" not in done.out + done.err  # no colours outside a terminal
+    assert not any(line.endswith(" ") for line in (done.out + done.err).splitlines())
 
 
 def test_json_is_all_there_is_on_stdout(tiny_llama: Path, tmp_path: Path) -> None:

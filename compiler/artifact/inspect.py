@@ -177,9 +177,7 @@ def memory(artifact: Artifact) -> dict[str, Any]:
     for tensor in _rows(_mapping(manifest, "weights"), "tensors"):
         by_format[str(tensor.get("format"))] += _count(tensor, "nbytes")
         by_section[str(tensor.get("section"))] += _count(tensor, "nbytes")
-    buffers = sorted(
-        _rows(manifest, "buffers"), key=lambda b: (-_count(b, "nbytes"), str(b.get("name")))
-    )
+    buffers = sorted(_rows(manifest, "buffers"), key=lambda b: -_count(b, "nbytes"))
     plan = _mapping(manifest, "memory")
     return {
         **{key: _count(plan, key) for key in plan if key not in ("contexts", "kv_dtype")},
@@ -265,7 +263,7 @@ def _group(name: str) -> str:
     if name == "__main__.py" or name.startswith("zerolayer_stub/"):
         return "loader"
     top = name.split("/", 1)[0]
-    return "tokenizer" if top in ("tokenizer.json", "chat_template.jinja") else top
+    return "tokenizer" if top in ("tokenizer.json", "tokenizer.bin", "chat_template.jinja") else top
 
 
 def _formats(manifest: Mapping[str, Any]) -> dict[str, int]:

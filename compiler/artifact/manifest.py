@@ -11,6 +11,7 @@ No path, no time, no user and no host name gets in: same input, same bytes.
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -228,20 +229,22 @@ def header_text(manifest: Mapping[str, Any]) -> str:
     text = f"""
 {_one_line(model["name"])} for {_one_line(target["name"])}: a compiled model, ready to run.
 
-It holds the kernels, the weights, the tokenizer and the program that runs them.  It needs Python
+It holds the kernels, {parts} the program that runs them.  It needs Python
 3.9 or later and nothing else, writes nothing to disk and connects to nothing.
 
   check this host      ./FILE check            (or: python3 FILE check)
   what is inside       ./FILE info             unzip -l FILE
-  generate text        ./FILE generate "The capital of France is"
-  chat                 ./FILE chat
+    graph = model["kind"] == "graph"
+    parts = "the weights and" if graph else "the weights, the tokenizer and"
+    context = "" if graph else f", {memory['kv_bytes_per_token']:,} per token of context"
+{_GRAPH_USE if graph else _TEXT_USE}
   verify every byte    ./FILE verify
 
 Model          {_one_line(model["architecture"])}, {model["parameters"]:,} parameters
 Target         {_one_line(target["description"])}
-Requires       {requires["arch"]}; CPU or device features: {_one_line(features)}
+Requires       {_wrapped(f"{requires['arch']}; CPU or device features: {_one_line(features)}")}
 Memory         {memory["weights_bytes"]:,} bytes of weights, {memory["workspace_bytes"]:,} of
-               workspace, {memory["kv_bytes_per_token"]:,} per token of context
+               workspace{context}
 Licences       model: {_one_line(licenses)}
                loader and kernels: Apache-2.0; others: licenses/ in the ZIP
 
@@ -255,3 +258,15 @@ def _one_line(value: object) -> str:
     """Text from a model file, made safe to print: one line, no control characters, bounded."""
     text = "".join(c if c.isprintable() else "?" for c in str(value))
     return text[:400]
+_TEXT_USE = """\
+  generate text        ./FILE generate --raw "The capital of France is"
+  chat                 ./FILE chat"""
+_GRAPH_USE = """\
+  run it               ./FILE run --input NAME=FILE.npy --output-dir DIR"""
+
+
+def _wrapped(text: str) -> str:
+    """Text in lines of at most 80 columns, behind a label."""
+    return ("\n" + " " * 15).join(textwrap.wrap(text, 80, break_long_words=False))
+
+
