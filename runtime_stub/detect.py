@@ -113,6 +113,8 @@ _X86_CODE = bytes.fromhex(
     "c3"  # ret
 )
 _XGETBV_OFFSET = 32
+#: what a thread team can have (ZL_MAX_THREADS in zl_team.h)
+MAX_THREADS = 1024
 
 
 class HostFacts:
@@ -183,7 +185,8 @@ class HostFacts:
     def usable_threads(self) -> int:
         """Threads that can run at once without sharing a core: physical cores, affinity, quota."""
         quota = len(self.cpus_affinity) if self.cpu_quota is None else int(self.cpu_quota)
-        return max(1, min(self.cores_affinity, len(self.cpus_affinity), max(1, quota)))
+        allowed = min(self.cores_affinity, len(self.cpus_affinity), MAX_THREADS)
+        return max(1, min(allowed, max(1, quota)))
 
 
 def host_facts(

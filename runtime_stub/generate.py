@@ -10,7 +10,7 @@ import sys
 import time
 
 from .errors import InputFileError, UsageError
-from .options import Option, integer, number, size, token_ids, word
+from .options import THREADS, Option, integer, number, size, token_ids, word
 from .step import SamplingParams
 
 TYPE_CHECKING = False
@@ -39,8 +39,7 @@ SAMPLING = [
            metavar="N"),
 ]  # fmt: skip
 RUNNING = [
-    Option(("--threads",), "default: physical cores that this process may use", integer(1, 4096),
-           metavar="N"),
+    THREADS,
     Option(("--pin",), "keep each thread on its CPU"),
     Option(("--max-context",), "tokens of prompt and answer together", integer(2), metavar="N"),
     Option(("--kv-memory",), "memory for the KV cache, like 512M", size, metavar="SIZE"),

@@ -7,6 +7,7 @@ rest of the loader together.)
 
 from __future__ import annotations
 
+from .detect import MAX_THREADS
 from .errors import UsageError
 
 TYPE_CHECKING = False
@@ -177,3 +178,11 @@ def token_ids(text: str) -> list[int]:
 def word(text: str) -> str:
     """Text as it is."""
     return text
+
+
+THREADS = Option(
+    ("--threads",),
+    "default: physical cores that this process may use",
+    integer(1, MAX_THREADS),
+    metavar="N",
+)

@@ -12,7 +12,7 @@ import time
 
 from .errors import IntegrityError, ResourceError, UsageError
 from .npy import DTYPE_BYTES, DTYPES, read_npy, write_npy
-from .options import Option, integer, word
+from .options import THREADS, Option, word
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,9 +25,11 @@ OPTIONS = [
     Option(("--input",), "an input array (repeat for each input)", word, metavar="NAME=FILE.npy",
            many=True),
     Option(("--output-dir",), "where to write NAME.npy for each output", word, metavar="DIR"),
-    Option(("--threads",), "default: physical cores that this process may use", integer(1, 4096),
-           metavar="N"),
+    THREADS,
 ]  # fmt: skip
+
+#: operators that pick rows -> which of their inputs are (table, indices)
+_PICKS = {"Embed": (1, 0), "Gather": (0, 1)}
 
 
 def symbol_order(entry: dict[str, Any], buffers: dict[str, dict[str, Any]]) -> list[str]:
@@ -84,6 +86,36 @@ def _read_inputs(
     return arrays, known
 
 
+def _check_indices(
+    session: Session,
+    entry: dict[str, Any],
+    buffers: dict[str, dict[str, Any]],
+    inputs: list[bytearray],
+    known: dict[str, int],
+) -> None:
+    """Ids and indices in the inputs lie inside the tables that they pick rows of: kernels do not
+    look."""
+    tables = {b["name"]: b["shape"] for b in session.manifest["weights"]["tensors"]}
+    tables.update({name: b["shape"] for name, b in buffers.items()})
+    for call in entry["calls"]:
+        if call.get("op") not in _PICKS:
+            continue
+        table, name = (call["inputs"][i] for i in _PICKS[call["op"]])
+        if name not in entry["inputs"]:
+            raise IntegrityError(f"{call['name']} picks by {name}, which is no input")
+        rows = 1
+        for dim in tables[table]:
+            rows *= value_of(dim, known) if isinstance(dim, str) else dim
+        rows //= call["constants"]["C"]
+        ids = memoryview(inputs[entry["inputs"].index(name)]).cast("i")
+        if min(ids) < 0 or max(ids) >= rows:
+            wrong = next(i for i in ids if not 0 <= i < rows)
+            raise UsageError(
+                f"input {name} holds {wrong}, {call['name']} picks among rows 0 to {rows - 1}",
+                where=session.path,
+            )
+
+
 def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
     """Returns what ``--json`` prints."""
     session.require_hardware()
@@ -104,6 +136,7 @@ def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]
                 f"{symbol} is {value}, the artifact was built for 1 to {bounds[symbol]}",
                 next_step="use smaller inputs or compile with larger bounds",
             )
+    _check_indices(session, entry, buffers, inputs, known)
     shapes = {
         name: tuple(value_of(d, known) if isinstance(d, str) else d for d in buffers[name]["shape"])
         for name in entry["outputs"]

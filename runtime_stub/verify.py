@@ -13,7 +13,7 @@ import sys
 import time
 
 from .errors import IntegrityError, NumericsError
-from .options import Option, integer
+from .options import THREADS, Option
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 OPTIONS = [
     Option(("--hashes-only",), "do not run the golden prompts (works on any host)"),
-    Option(("--threads",), "for the golden prompts", integer(1, 4096), metavar="N"),
+    THREADS,
 ]
 
 

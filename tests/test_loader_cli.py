@@ -266,6 +266,9 @@ def test_context_end_is_reported(artifact: Path, capsys: Any) -> None:
         (["run", "--input", "x=/nonexistent"], 3, "/nonexistent: cannot be read"),
         (["bench", "--batch", "5"], 2, "at most 4 sequences"),
         (["generate", "--tokens", "1", "--threads", "101"], 8, "could not start its threads"),
+        (["generate", "--tokens", "1", "--threads", "1025"], 2, "not in 1..1024"),
+        (["verify", "--threads", "1025"], 2, "not in 1..1024"),
+        (["run", "--threads", "1025"], 2, "not in 1..1024"),
     ],
 )
 def test_mistakes_are_one_line_and_a_code(

@@ -234,3 +234,5 @@ def test_threads_follow_cores_affinity_and_quota(tmp_path: Path) -> None:
     assert threads(cpu_quota=2.5) == 2
     assert threads(cpu_quota=0.3) == 1
     assert threads(cpus_affinity=(3,), cores_affinity=1) == 1
+    many = tuple(range(4096))  # more than a team can have
+    assert threads(cpus_affinity=many, cores_affinity=4096) == detect.MAX_THREADS
