@@ -226,6 +226,9 @@ def header_text(manifest: Mapping[str, Any]) -> str:
     requires = target["requires"]
     features = ", ".join(requires.get("features", ())) or "none beyond the architecture"
     licenses = ", ".join(model["licenses"]) or "not stated in the model's files"
+    graph = model["kind"] == "graph"
+    parts = "the weights and" if graph else "the weights, the tokenizer and"
+    context = "" if graph else f", {memory['kv_bytes_per_token']:,} per token of context"
     text = f"""
 {_one_line(model["name"])} for {_one_line(target["name"])}: a compiled model, ready to run.
 
@@ -234,9 +237,6 @@ It holds the kernels, {parts} the program that runs them.  It needs Python
 
   check this host      ./FILE check            (or: python3 FILE check)
   what is inside       ./FILE info             unzip -l FILE
-    graph = model["kind"] == "graph"
-    parts = "the weights and" if graph else "the weights, the tokenizer and"
-    context = "" if graph else f", {memory['kv_bytes_per_token']:,} per token of context"
 {_GRAPH_USE if graph else _TEXT_USE}
   verify every byte    ./FILE verify
 
@@ -254,10 +254,6 @@ Layout         this page (64 KiB), then the weights, then an ordinary ZIP.
     return text[1:]
 
 
-def _one_line(value: object) -> str:
-    """Text from a model file, made safe to print: one line, no control characters, bounded."""
-    text = "".join(c if c.isprintable() else "?" for c in str(value))
-    return text[:400]
 _TEXT_USE = """\
   generate text        ./FILE generate --raw "The capital of France is"
   chat                 ./FILE chat"""
@@ -270,3 +266,7 @@ def _wrapped(text: str) -> str:
     return ("\n" + " " * 15).join(textwrap.wrap(text, 80, break_long_words=False))
 
 
+def _one_line(value: object) -> str:
+    """Text from a model file, made safe to print: one line, no control characters, bounded."""
+    text = "".join(c if c.isprintable() else "?" for c in str(value))
+    return text[:400]
