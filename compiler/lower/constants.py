@@ -107,6 +107,8 @@ def _matrix(call: Call) -> dict[str, Constant]:
     other = call.inputs.get("weight_up")
     if other is not None and other.shape != (n, k):
         raise UnsupportedError("gate and up weights differ in shape", where=call.place)
+    for role in ("bias", "bias_gate", "bias_up"):
+        _check_vector(call, role, _static(n))
     return out
 
 
@@ -121,7 +123,23 @@ def _columns(call: Call) -> dict[str, Constant]:
     rank = len(_x(call).shape)
     if axis not in (-1, rank - 1):
         raise UnsupportedError(f"{call.op} over axis {axis} of {rank}", where=call.place)
-    return {"C": _x(call).columns}
+    columns = _x(call).columns
+    for role in ("weight", "bias"):
+        _check_vector(call, role, columns)
+    return {"C": columns}
+
+
+def _check_vector(call: Call, role: str, size: int) -> None:
+    """A vector operand, where there is one, has an element for each column: kernels do not look."""
+    operand = call.inputs.get(role)
+    if operand is not None and (operand.columns, math.prod(map(_static, operand.shape))) != (
+        size,
+        size,
+    ):
+        raise UnsupportedError(
+            f"{call.op} with a {role} of shape {list(operand.shape)} for {size} columns",
+            where=call.place,
+        )
 
 
 def _embed(call: Call) -> dict[str, Constant]:

@@ -132,6 +132,19 @@ class _Lowering:
             raise UsageError(f"--dim {name}={bound} is not a size")
         return bound
 
+    def _check_dims(self) -> None:
+        """Every bound that was asked for belongs to a symbol of a ``run`` graph."""
+        known = () if self.is_step else self.dims.plain
+        for name, _ in self.options.dims:
+            if name not in known:
+                raise UsageError(
+                    f"--dim {name}: the graph has no such dimension",
+                    where=self.options.name,
+                    next_step=f"its dimensions: {', '.join(known)}"
+                    if known
+                    else "leave it out: --dim is for graphs with symbolic dimensions",
+                )
+
     # --- buffers ---------------------------------------------------------------------------------
 
     def _name(self, value: ir.Value) -> str:
@@ -234,10 +247,14 @@ class _Lowering:
         inputs = self._inputs_by_role(node, names, place)
         operator = domain.OPERATORS.get(sig.base)
         formats = dict(zip(operator.weights, sig.formats, strict=True)) if operator else {}
-        outputs = [v for v in node.outputs if v.name and (v.uses() or v.is_graph_output())]
-        if not outputs:
-            return
         outputs = [v for v in node.outputs if v.name]
+        wanted = [v for v in outputs if v.uses() or v.is_graph_output()]
+        if not wanted:
+            return
+        if sig.base in STANDARD_INPUTS:  # their kernels make the first output only
+            if wanted != [node.outputs[0]]:
+                raise UnsupportedError(f"{sig.base} with output {wanted[-1].name}", where=place)
+            outputs = wanted
         call = Call(
             place,
             sig.base,
@@ -350,6 +367,7 @@ class _Lowering:
         kv = self._add_inputs()
         for node in self.graph:
             self._lower_node(node)
+        self._check_dims()
         outputs: list[str] = []
         for value in self.graph.outputs:
             name = self._name(value)

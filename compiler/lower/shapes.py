@@ -7,6 +7,7 @@ In: shapes of graph values.  Out: :class:`Dimensions`, which knows every symbol'
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 
 import onnx_ir as ir
@@ -15,6 +16,8 @@ from zerolayer.targets.program import Dim
 
 #: symbol of the KV pool's size: the host's choice, so it has no bound and sizes nothing
 SLOTS = "slots"
+#: what a graph may call a dimension; derived symbols (``batch*seq``) are made of such names
+_PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
 class Dimensions:
@@ -31,6 +34,11 @@ class Dimensions:
         """Plain symbols in order of appearance, then derived ones (``S+1``, ``batch*seq``)."""
         return (*self._bounds.items(), *self._products.items())
 
+    @property
+    def plain(self) -> tuple[str, ...]:
+        """The symbols that are not made of others, in order of appearance."""
+        return tuple(self._bounds)
+
     def shape(self, value: ir.Value, place: str) -> tuple[Dim, ...]:
         """The shape of a value.  Raises UnsupportedError when a part of it is not known."""
         if value.shape is None:
@@ -45,6 +53,12 @@ class Dimensions:
         name = dim.value
         if not isinstance(name, str) or not name:
             raise UnsupportedError(f"a dimension of {value.name} is not known", where=place)
+        if self._bound_of is not None and (name == SLOTS or not _PLAIN_NAME.fullmatch(name)):
+            raise UnsupportedError(
+                f"{value.name} has a dimension called {name[:60]!r}, which is not a plain name",
+                where=place,
+                next_step="export the model with symbolic dimensions named like batch or seq_len",
+            )
         if name not in self._bounds and name != SLOTS:
             if self._bound_of is None:
                 raise UnsupportedError(

@@ -124,7 +124,7 @@ def _run(
     gate: GateInputs, written: WrittenWeights, advance: Callable[[int], None]
 ) -> tuple[dict[str, Any], bytes | None]:
     bounds = bounds_for(gate.quantize, gate.activations)
-    threads = len(os.sched_getaffinity(0))
+    threads = min(len(os.sched_getaffinity(0)), detect.MAX_THREADS)
     with _mapped(written) as weights:
         if gate.model.config is None:
             report = run_graph_gate(gate.model, gate.program, gate.code, weights, written, threads)
@@ -190,11 +190,10 @@ def compiler_digest() -> str:
 
 
 @contextlib.contextmanager
-def _mapped(written: WrittenWeights) -> Iterator[mmap.mmap]:
-    """The file that is being written, mapped read-only."""
+def _mapped(written: WrittenWeights) -> Iterator[mmap.mmap | None]:
+    """The file that is being written, mapped read-only; None for a model without weights."""
     if written.size == 0:
-        with mmap.mmap(-1, mmap.PAGESIZE) as empty:
-            yield empty
+        yield None
         return
     with (
         mmap.mmap(written.fd, written.offset + written.size, access=mmap.ACCESS_READ) as weights,

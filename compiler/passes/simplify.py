@@ -159,7 +159,7 @@ def head_norm(model: ir.Model, options: PassOptions) -> None:
         assert rows is not None
         if dims(rows) != dims(merge.outputs[0]) or len(dims(rows)) != 2:
             continue
-        if not isinstance(heads, int) or len(dims(weight)) != 1:
+        if not isinstance(heads, int) or dims(weight) != shape[2:]:
             continue
         attrs = {"num_heads": heads, "epsilon": number(node, "epsilon", 1e-5)}
         new = domain_node("HeadNorm", [rows, weight], attrs, node.name or "")
