@@ -139,7 +139,7 @@ def run_bench(session: Session, values: Values, as_json: bool) -> dict[str, Any]
 
 def _first_token(session: Session, runner: _Runner) -> float | None:
     """Milliseconds from process start to the first token of a short prompt."""
-    if session.manifest.get("tokenizer") and session.manifest.get("vendor"):
+    if session.text_needs:
         ids = session.codec().encode(_PROMPT, raw=True)
     else:
         ids = [i % session.vocab_size for i in range(1, 6)]

@@ -275,7 +275,7 @@ def _info(session: Session, _values: Values, as_json: bool) -> tuple[int, dict[s
         "tools": tools,
         "numerics": numerics.get("status"),
         "members": len(session.artifact.names),
-        "text": bool(manifest.get("tokenizer")) and bool(manifest.get("vendor")),
+        "text": bool(session.text_needs),
     }
     if not as_json:
         _table(
@@ -345,18 +345,13 @@ def _python_features(session: Session) -> dict[str, str]:
     """What this interpreter has of the things that the loader uses."""
     import os
 
-    vendor = [v for v in session.manifest.get("vendor") or [] if isinstance(v, dict)]
-    oldest = max((str(v.get("min_python", "3.9")) for v in vendor), key=_version, default="3.9")
+    oldest = session.text_needs
     text = "token ids only (no tokenizer in the artifact)"
-    if session.manifest.get("tokenizer") and vendor:
-        ok = sys.version_info[:2] >= _version(oldest)
+    if oldest:
+        ok = sys.version_info[:2] >= tuple(int(p) for p in oldest.split(".") if p.isdigit())
         text = "yes" if ok else f"token ids only (the tokenizer needs Python {oldest})"
     return {
         "version": session.facts.python,
         "memfd": "yes" if hasattr(os, "memfd_create") else "no (a temporary directory is used)",
         "text": text,
     }
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(p) for p in text.split(".") if p.isdigit())

@@ -61,6 +61,8 @@ _SHAPES: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("code", (dict, type(None))),
     ("tokenizer", (dict, type(None))),
     ("tokenizer.file", (str, type(None))),
+    ("tokenizer.table", (dict, type(None))),
+    ("tokenizer.table.file", (str, type(None))),
     ("tokenizer.chat_template", (str, type(None))),
     ("tokenizer.bos_id", (int, type(None))),
     ("tokenizer.eos_ids", (list,)),
@@ -96,6 +98,10 @@ def check_shapes(manifest: dict[str, Any], where: str) -> None:
                     where=where,
                     next_step="build the artifact again",
                 )
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(p) for p in text.split(".") if p.isdigit())
 
 
 class Timings:
@@ -171,6 +177,17 @@ class Session:
     def eos_ids(self) -> tuple[int, ...]:
         settings = self.manifest.get("tokenizer") or {}
         return tuple(i for i in settings.get("eos_ids", ()) if isinstance(i, int))
+
+    @property
+    def text_needs(self) -> str:
+        """The oldest Python that takes and gives text; '' when there are only token ids."""
+        settings = self.manifest.get("tokenizer")
+        vendor = self.manifest.get("vendor") or []
+        if not settings or not (vendor or settings.get("table")):
+            return ""
+        if settings.get("table"):
+            return "3.9"
+        return max((str(v.get("min_python", "3.9")) for v in vendor), key=_version, default="3.9")
 
     @property
     def vocab_size(self) -> int:

@@ -1,11 +1,13 @@
 """Text in and out: the tokenizer and the chat template that travel in the artifact.
 
-In: members ``tokenizer.json``, ``chat_template.jinja``, ``vendor/``; the manifest's ``tokenizer``.
-Out: token ids and text.  Next file: ``stream.py`` (text that grows token by token).
+In: members ``tokenizer.bin``, ``tokenizer.json``, ``chat_template.jinja``, ``vendor/``; the
+manifest's ``tokenizer``.  Out: token ids and text.  Next file: ``bytelevel.py`` (the table), then
+``stream.py`` (text that grows token by token).
 
-The tokenizer is the compiled module of the ``tokenizers`` wheel, loaded from memory; its package's
-own ``__init__`` is not needed.  The template runs in Jinja2's immutable sandbox with the settings
-that the authors of templates test with: trim_blocks, lstrip_blocks, loop controls,
+Where the manifest has a ``tokenizer.table``, the compiler has found that the table gives the same
+ids.  Everything else goes to the compiled module of the ``tokenizers`` wheel, loaded from memory;
+its package's own ``__init__`` is not needed.  The template runs in Jinja2's immutable sandbox with
+the settings that the authors of templates test with: trim_blocks, lstrip_blocks, loop controls,
 ``raise_exception``, ``strftime_now``, a ``tojson`` that does not escape HTML.  Nothing here is
 imported before text is really needed.
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
+    from .bytelevel import ByteLevelTable
     from .container import Artifact
 
 TOKENIZERS_MODULE = "vendor/tokenizers/tokenizers.abi3.so"
@@ -76,14 +79,30 @@ class TextCodec:
         self._artifact = artifact
         self._settings: Mapping[str, Any] = settings
         self._template: Any = None
-        module = _rust_module(artifact)
-        raw = artifact.member(settings.get("file", "tokenizer.json"))
-        try:
-            self._tokenizer = module.Tokenizer.from_buffer(raw)
-        except BaseException as e:
-            raise self._failure(e, "tokenizer.json") from None
+        self._tokenizer: Any = None
+        self._table: ByteLevelTable | None = None
+        table = settings.get("table")
+        if table is None:
+            self._library()
+        else:
+            from .bytelevel import ByteLevelTable
+
+            name = table.get("file") or "tokenizer.bin"
+            where = f"{artifact.path}:{name}"
+            self._table = ByteLevelTable(artifact.member(name), table, where)
         self.bos_id: int | None = settings.get("bos_id")
         self.add_bos: bool = bool(settings.get("add_bos")) and self.bos_id is not None
+
+    def _library(self) -> Any:
+        """The library's tokenizer, loaded when first needed."""
+        if self._tokenizer is None:
+            module = _rust_module(self._artifact)
+            raw = self._artifact.member(self._settings.get("file", "tokenizer.json"))
+            try:
+                self._tokenizer = module.Tokenizer.from_buffer(raw)
+            except BaseException as e:
+                raise self._failure(e, "tokenizer.json") from None
+        return self._tokenizer
 
     def _failure(self, error: BaseException, what: str) -> BaseException:
         """A failure inside the vendored code as one of ours (its panics are BaseExceptions)."""
@@ -98,18 +117,24 @@ class TextCodec:
         """Token ids of ``text``.  ``raw``: text for the model to go on with (gets the beginning
         token); otherwise a rendered template, which has its own."""
         check_utf8(text, "the prompt")
-        try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        except BaseException as e:
-            raise self._failure(e, "encoding the prompt") from None
+        if self._table is not None and self._table.takes(text):
+            ids = self._table.encode(text)
+        else:
+            library = self._library()
+            try:
+                ids = library.encode(text, add_special_tokens=False).ids
+            except BaseException as e:
+                raise self._failure(e, "encoding the prompt") from None
         if raw and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, special tokens left out."""
+        if self._table is not None:
+            return self._table.decode(ids)
         try:
-            text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+            text: str = self._library().decode(ids, skip_special_tokens=True)
         except BaseException as e:
             raise self._failure(e, "decoding tokens") from None
         return text
@@ -119,7 +144,9 @@ class TextCodec:
 
         Special tokens never appear in decoded text, so a stop string that is one is a stop id.
         """
-        added: Mapping[int, Any] = self._tokenizer.get_added_tokens_decoder()
+        if self._table is not None:
+            return self._table.special_id(text)
+        added: Mapping[int, Any] = self._library().get_added_tokens_decoder()
         for number, token in added.items():
             if token.special and token.content == text:
                 return int(number)

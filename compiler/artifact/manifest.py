@@ -21,6 +21,8 @@ from zerolayer.compiler.memory.plan import MemoryNeed
 from zerolayer.targets.facts import Target
 from zerolayer.targets.program import Buffer, BufferKind, EntryPoint, KernelCall, Program
 
+from .tokenizer_table import FILE as TABLE_FILE
+from .tokenizer_table import TokenizerTable, build_table
 from .vendor import VendorPackage
 
 #: keys of the writer
@@ -198,8 +200,11 @@ def _buffer(buffer: Buffer) -> dict[str, Any]:
 def _tokenizer(assets: TokenizerAssets | None) -> dict[str, Any] | None:
     if assets is None:
         return None
+    table = build_table(assets.tokenizer_json)
     return {
         "file": "tokenizer.json",
+        "table": dict(table.settings) if isinstance(table, TokenizerTable) else None,
+        "table_missing": table if isinstance(table, str) else None,
         "chat_template": "chat_template.jinja" if assets.chat_template is not None else None,
         "bos_id": assets.bos_id,
         "eos_ids": list(assets.eos_ids),
@@ -215,6 +220,9 @@ def tokenizer_members(assets: TokenizerAssets | None) -> dict[str, bytes]:
     if assets is None:
         return {}
     members = {"tokenizer.json": assets.tokenizer_json}
+    table = build_table(assets.tokenizer_json)
+    if isinstance(table, TokenizerTable):
+        members[TABLE_FILE] = table.data
     if assets.chat_template is not None:
         members["chat_template.jinja"] = assets.chat_template.encode("utf-8")
     return members
