@@ -205,6 +205,17 @@ def check_output(output: Path, model: Path, *, create_folder: bool) -> None:
         )
 
 
+def check_dump(folder: Path) -> None:
+    """Make the folder of ``--dump``, before the work."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as e:
+        why = getattr(e, "strerror", None) or e
+        raise UsageError(f"--dump cannot use this folder: {why}", where=str(folder)) from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ResourceError("the folder of --dump is not writable", where=str(folder))
+
+
 def gpu_targets() -> list[str]:
     """The names of the GPU targets that this version has."""
     from zerolayer.targets.facts import list_targets, load_target
@@ -292,6 +303,8 @@ def compile_command(
     agreed = check_assertions(file, facts) if file is not None else ()
     path = output if output is not None else default_output(chosen.model, facts.name)
     check_output(path, chosen.model, create_folder=output is None)
+    if dump is not None:
+        check_dump(dump)
 
     decisions = [_resolved(d, chosen.model, facts.name) for d in chosen.decisions]
     from .driver import CompileRequest, compile_model

@@ -111,6 +111,8 @@ def load_system_config(path: Path) -> SystemConfig:
     its type.
     """
     try:
+        if path.is_fifo():  # opening one would wait for a writer
+            raise InputFileError("not a regular file", where=str(path))
         with path.open("rb") as f:
             raw = f.read(MAX_BYTES + 1)
     except (OSError, ValueError) as e:

@@ -125,6 +125,15 @@ def test_a_folder_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.Monke
     outcome.one_error(errors.EXIT_RESOURCES, str(tmp_path), "not writable")
 
 
+@pytest.mark.parametrize("name", ["file", "file/below", "a" * 300])
+def test_dump_folders_that_cannot_be(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    options = ("--target", "zen4", "-o", tmp_path / "out.zla", "--dump", f"{tmp_path}/{name}")
+    zerolayer("compile", tmp_path / "m.gguf", *options).one_error(errors.EXIT_USAGE, "--dump")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "m.gguf"]
+
+
 def test_default_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "Some-Model.Q4_1.gguf").write_bytes(b"")
     (tmp_path / "llama-1.1b").mkdir()

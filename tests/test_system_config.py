@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -248,6 +249,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.toml", tmp_path, Path("a\0b")):
         with pytest.raises(InputFileError, match="cannot be read"):
             load_system_config(path)
+    os.mkfifo(tmp_path / "pipe")  # reading it would wait for a writer
+    with pytest.raises(InputFileError, match="not a regular file"):
+        load_system_config(tmp_path / "pipe")
 
 
 LINES = st.sampled_from([line for line in FULL.splitlines() if line])
