@@ -17,7 +17,7 @@ from typing import Protocol
 from zerolayer.runtime_stub.errors import NumericsError
 
 from .bounds import Bounds
-from .metrics import F32, Accumulator, two_digits
+from .metrics import F32, Accumulator, recorded
 
 
 class Runner(Protocol):
@@ -38,7 +38,7 @@ Case = tuple["str | None", list[int], list[int]]
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of the gate, rounded to two digits (see ``metrics.two_digits``)."""
+    """The figures of the gate, as they are kept (see ``metrics.recorded``)."""
 
     bounds: Bounds
     positions: int
@@ -57,17 +57,19 @@ class Report:
         b = self.bounds
         bad = []
         if not self.finite:
-            bad.append("the kernels produced NaN or infinity")
+            bad.append("NaN or infinity in the kernels' numbers or the reference's")
+        elif not self.positions:
+            bad.append("nothing was compared")
         if not self.consistent:
             bad.append("token-by-token decoding disagrees with one prefill of the same tokens")
         if self.top1 < b.top1:
             bad.append(f"top-1 agreement {self.top1:.4f} < {b.top1} on {self.decisive} positions")
-        if self.kl > b.kl:
+        if not self.kl <= b.kl:
             bad.append(f"KL divergence {self.kl} > {b.kl} nats")
-        if self.logit_error > b.logits:
+        if not self.logit_error <= b.logits:
             bad.append(f"relative logit error {self.logit_error} > {b.logits}")
         for i, error in enumerate(self.layers):
-            if error > b.layer:
+            if not error <= b.layer:
                 place = "embedding" if i == 0 else f"layer {i - 1}"
                 bad.append(f"relative error {error} > {b.layer} after {place}")
                 break
@@ -131,10 +133,10 @@ def _report(total: Accumulator, bounds: Bounds, consistent: bool) -> Report:
         decisive=total.decisive,
         top1=total.top1,
         top1_all=total.same / total.rows if total.rows else 1.0,
-        kl=two_digits(total.kl),
-        logit_error=two_digits(total.logit_error),
-        max_abs=two_digits(total.max_abs),
-        layers=tuple(two_digits(x) for x in total.layer_errors()),
+        kl=recorded(total.kl, bounds.kl),
+        logit_error=recorded(total.logit_error, bounds.logits),
+        max_abs=recorded(total.max_abs, bounds.logits),
+        layers=tuple(recorded(x, bounds.layer) for x in total.layer_errors()),
         finite=total.finite,
         consistent=consistent,
     )

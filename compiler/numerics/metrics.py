@@ -41,15 +41,17 @@ def _ratio(error: float, power: float) -> float:
     return 0.0 if error == 0 else math.inf
 
 
-def two_digits(x: float) -> float:
-    """Rounded to two significant digits.
+#: a figure below this share of its bound is not told from it
+NOISE = 0.01
+
+
+def recorded(x: float, bound: float) -> float:
+    """A figure as it is kept: two significant digits, and not less than NOISE of its bound.
 
     The report is part of the artifact, whose bytes must not depend on the build machine; the
-    reference runtime's last bits do.
+    reference runtime's last bits do, and far below the bound they are all that there is.
     """
-    if x == 0.0 or not math.isfinite(x):
-        return x
-    return float(f"{x:.1e}")
+    return float(f"{max(x, NOISE * bound):.1e}") if math.isfinite(x) else x
 
 
 @dataclass
@@ -70,7 +72,7 @@ class Accumulator:
 
     def add_logits(self, reference: F32, got: F32) -> None:
         """Both ``[rows, vocab]``."""
-        if not np.isfinite(got).all():
+        if not (np.isfinite(got).all() and np.isfinite(reference).all()):
             self.finite = False
             return
         order = np.partition(reference, -2, axis=-1)[:, -2:]
@@ -93,7 +95,7 @@ class Accumulator:
         if not self.layers:
             self.layers = [(0.0, 0.0)] * len(reference)
         for i, r in enumerate(reference):
-            if not np.isfinite(got[i]).all():
+            if not (np.isfinite(got[i]).all() and np.isfinite(r).all()):
                 self.finite = False
                 return
             error, power = relative_rms(r, got[i])

@@ -3,9 +3,9 @@
 In: the written weights region, the code object, the frontend's graph.  Out: :class:`Verified`, the
 report for the manifest and ``golden.json``.  Next file: ``gate.py``.
 
-The result is a function of the model file, the packed weights, the code object and this compiler,
-so it is kept in the compile cache under a key of exactly these; a different byte anywhere runs it
-again.
+The result is a function of the model file, the packed weights, the code object, this compiler and
+the runtime that executes the reference, so it is kept in the compile cache under a key of exactly
+these; a different byte anywhere runs it again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
+from importlib import metadata, resources
 from typing import Any
 
 import numpy as np
@@ -171,6 +171,7 @@ def _key(gate: GateInputs, written: WrittenWeights) -> dict[str, str | bytes]:
         "prompts": json.dumps(gate.prompts()),
         "precision": f"{gate.quantize} {gate.activations}",
         "compiler": compiler_digest(),
+        "reference": " ".join(f"{n} {metadata.version(n)}" for n in ("onnxruntime", "numpy")),
     }
 
 
