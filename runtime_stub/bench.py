@@ -83,7 +83,7 @@ def run_bench(session: Session, values: Values, as_json: bool) -> dict[str, Any]
     limits = session.limits()
     n_new = values["new_tokens"] or 64
     batch = values["batch"] or 1
-    context = min(limits.max_context, values["max_context"] or limits.max_context)
+    context = session.context(values["max_context"])
     n_prompt = min(values["prompt_tokens"] or 512, max(1, context - n_new - 1))
     if n_prompt + n_new >= context:
         raise UsageError(f"{n_new} new tokens do not fit a context of {context}", where="bench")

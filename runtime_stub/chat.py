@@ -43,12 +43,11 @@ _CHAT_HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C st
 def run_chat(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
     """``chat``: reads a line, streams the answer, until the end of input."""
     session.require_hardware()
-    limits = session.limits()
+    context = session.context(values["max_context"])
     codec = session.codec()
     if not codec.has_template:
         codec.render([])  # raises with the next step
     sampling = sampling_from(session, values)
-    context = min(limits.max_context, values["max_context"] or limits.max_context)
     if values["max_context"] is None and values["kv_memory"] is None:
         context = max(1, min(context, session.memory.largest_context))
     blocks = session.kv_blocks(context, context, context, values["kv_memory"])

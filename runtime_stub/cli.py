@@ -278,20 +278,37 @@ def _info(session: Session, _values: Values, as_json: bool) -> tuple[int, dict[s
         "text": bool(session.text_needs),
     }
     if not as_json:
+        settings = {k: v for k, v in options.items() if k != "max_context"}  # in the context row
+        if memory.block_size:
+            shape = [("context", f"{memory.max_context} tokens")]
+        else:
+            shape = _inputs_outputs(session)
         _table(
             [
                 ("model", f"{model.get('name')} ({model.get('parameters', 0):,} parameters)"),
                 ("target", f"{session.target.get('name')}: {session.target.get('description')}"),
                 ("file", f"{session.path} ({human(session.artifact.size)})"),
                 ("digest", session.artifact.digest),
-                ("options", ", ".join(f"{k}={v}" for k, v in options.items())),
+                ("options", ", ".join(f"{k}={v}" for k, v in settings.items())),
                 ("memory", memory.breakdown()),
-                ("context", f"{memory.max_context} tokens" if memory.block_size else "none"),
+                *shape,
                 ("numerics", numerics.get("status", "not run")),
                 ("built with", ", ".join(f"{k} {v}" for k, v in tools.items())),
             ]
         )
     return EXIT_OK, data
+
+
+def _inputs_outputs(session: Session) -> list[tuple[str, str]]:
+    """What a graph reads and gives, by name, as ``run`` takes them."""
+    from .run_graph import describe
+
+    buffers = {b["name"]: b for b in session.manifest["buffers"]}
+    entry = session.entry_point("run")
+    return [
+        (kind, ", ".join(f"{n} {describe(buffers.get(n, {}))}" for n in entry[kind]))
+        for kind in ("inputs", "outputs")
+    ]
 
 
 def _check(session: Session, values: Values, as_json: bool) -> tuple[int, dict[str, Any]]:
@@ -333,9 +350,10 @@ def _check(session: Session, values: Values, as_json: bool) -> tuple[int, dict[s
             largest = f"largest that fits: {memory.largest_context} tokens"
             rows.append(("context", f"{largest}; the model's limit: {memory.max_context}"))
         if asked and (too_long or not fits):
-            rows.append(("", f"{asked} tokens do not fit"))
+            why_not = "the model has fewer" if too_long else "not enough memory"
+            rows.append(("", f"{asked} tokens do not fit: {why_not}"))
         rows.append(("threads", f"{threads} ({why})"))
-        rows.append(("python", ", ".join(f"{k}: {v}" for k, v in features.items())))
+        rows.append(("python", f"{features['version']}, text: {features['text']}"))
         rows.append(("result", "can run here" if code == EXIT_OK else "cannot run here"))
         _table(rows)
     return code, data

@@ -317,7 +317,7 @@ def run_generate(session: Session, values: Values, as_json: bool) -> dict[str, A
     prompts = prompts_from(session, values)
     sampling = sampling_from(session, values)
     count = values["max_new_tokens"] or DEFAULT_NEW_TOKENS
-    context = min(limits.max_context, values["max_context"] or limits.max_context)
+    context = session.context(values["max_context"])
     for prompt in prompts:
         if len(prompt.ids) >= context:
             raise UsageError(

@@ -53,6 +53,11 @@ def value_of(symbol: str, known: dict[str, int]) -> int:
     return value
 
 
+def describe(buffer: dict[str, Any]) -> str:
+    """``f32[batch, 64]``."""
+    return f"{buffer.get('dtype')}[{', '.join(map(str, buffer.get('shape') or ()))}]"
+
+
 def _read_inputs(
     session: Session, entry: dict[str, Any], buffers: dict[str, dict[str, Any]], given: list[str]
 ) -> tuple[list[bytearray], dict[str, int]]:
@@ -68,7 +73,12 @@ def _read_inputs(
         files[name] = path
     missing = [n for n in entry["inputs"] if n not in files]
     if missing:
-        raise UsageError(f"no --input for {', '.join(missing)}", where=session.path)
+        wanted = ", ".join(f"{n} {describe(buffers[n])}" for n in entry["inputs"])
+        raise UsageError(
+            f"no --input for {', '.join(missing)}",
+            where=session.path,
+            next_step=f"the inputs are {wanted}",
+        )
     arrays, known = [], dict[str, int]()
     for name in entry["inputs"]:
         buffer = buffers[name]
@@ -162,7 +172,9 @@ def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]
             write_npy(item["file"], dtype, shape, data)
         described.append(item)
         if not as_json:
-            sys.stdout.write(f"{name}  {dtype}{list(shape)}  {item.get('file', '')}\n")
+            sys.stdout.write(
+                f"{name}  {dtype}{list(shape)}  {item.get('file', '')}".rstrip() + "\n"
+            )
     return {
         "outputs": described,
         "run_ms": round(seconds * 1e3, 3),

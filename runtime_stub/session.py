@@ -201,11 +201,13 @@ class Session:
         for entry in entries:
             if entry.get("name") == name:
                 return dict(entry)
-        have = ", ".join(str(e.get("name")) for e in entries) or "none"
+        graph = any(entry.get("name") == "run" for entry in entries)
         raise UnsupportedError(
-            f"the artifact has no entry point {name!r} (it has: {have})",
+            "this artifact is a graph, not a language model"
+            if graph
+            else "this artifact is a language model, not a graph",
             where=self.path,
-            next_step="use 'run' for a graph, 'generate' or 'chat' for a language model",
+            next_step="use run --input NAME=FILE.npy" if graph else "use generate or chat",
         )
 
     def limits(self) -> Limits:
@@ -219,6 +221,17 @@ class Session:
             return Limits(block_size=self.memory.block_size, **{n: int(limits[n]) for n in names})
         except (KeyError, TypeError, ValueError) as e:
             raise IntegrityError(f"the manifest's limits are wrong: {e}", where=self.path) from None
+
+    def context(self, asked: Optional[int]) -> int:
+        """The longest sequence; UsageError when more is asked for than the artifact has."""
+        longest = self.limits().max_context
+        if asked is not None and asked > longest:
+            raise UsageError(
+                f"--max-context {asked} is more than the artifact's {longest}",
+                where=self.path,
+                next_step=f"use {longest} or less, or compile it again with a longer --max-context",
+            )
+        return asked or longest
 
     def code_member(self) -> str:
         """The name of the code object."""

@@ -54,7 +54,9 @@ def run_verify(session: Session, values: Values, as_json: bool) -> dict[str, Any
     data["golden"] = run_golden(session, str(member), values["threads"])
     if not as_json:
         golden = data["golden"]
-        sys.stdout.write(f"golden prompts ok: {golden['cases']}, {golden['tokens']} tokens equal\n")
+        sys.stdout.write(
+            f"golden prompts ok: {golden['cases']} prompts, {golden['tokens']} tokens equal\n"
+        )
     return data
 
 

@@ -262,7 +262,7 @@ def test_context_end_is_reported(artifact: Path, capsys: Any) -> None:
         (["generate", "--prompts-file", "/nonexistent"], 3, "/nonexistent: cannot read"),
         (["check", "extra"], 2, "unexpected argument 'extra'"),
         (["run", "--input", "q=x"], 2, "inputs: x"),
-        (["run"], 2, "no --input for x"),
+        (["run"], 2, "no --input for x; the inputs are x f32["),
         (["run", "--input", "x=/nonexistent"], 3, "/nonexistent: cannot be read"),
         (["bench", "--batch", "5"], 2, "at most 4 sequences"),
         (["generate", "--tokens", "1", "--threads", "101"], 8, "could not start its threads"),
@@ -325,7 +325,10 @@ def test_check_passes_and_says_what_fits(artifact: Path, capsys: Any) -> None:
     memory = run.json["memory"]
     assert memory["weights_bytes"] == 256 and memory["workspace_bytes"] == 4096
     assert memory["kv_bytes_per_token"] == 4 and memory["largest_context"] == 128
-    assert Run(capsys, artifact, "check", "--max-context", "129").code == 8
+    refused = Run(capsys, artifact, "check", "--max-context", "129")
+    assert refused.code == 8 and "129 tokens do not fit: the model has fewer" in refused.out
+    refused = Run(capsys, artifact, "generate", "--tokens", "1", "--max-context", "129")
+    assert refused.code == 2 and "--max-context 129 is more than the artifact's 128" in refused.err
 
 
 def test_missing_features_are_refused_by_name_before_weights(
