@@ -251,4 +251,8 @@ def _print(data: dict[str, Any]) -> None:
             percent = g["percent_of_roofline"]
             write(f"{g['call'][:40].ljust(40)}  {g['count']:5d}  {g['ns'] / 1e3:6.0f}  ")
             write(f"{100 * g['share']:4.1f}%  {g['gb_per_second']:6.2f}  ")
-            write("-\n" if percent is None else f"{percent:.0f} %\n")
+            write("       -\n" if percent is None else f"{percent:7.1f}%\n")
+    predicted = data["predicted_decode_tokens_per_second"]
+    if isinstance(predicted, (int, float)):
+        write(f"\nroofline: the speed beside what is predicted for all of {data['target']}: ")
+        write(f"at most {predicted:,.0f} tokens/s decode\n")

@@ -37,7 +37,7 @@ OPTIONS = [
     *RUNNING,
 ]
 
-_CHAT_HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
+_CHAT_HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
 def run_chat(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def run_chat(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
     interactive = sys.stdin.isatty()
     if interactive:
         name = session.manifest.get("model", {}).get("name")
-        sys.stderr.write(f"{name}, context {scheduler.context_limit}, {threads} threads ({why})\n")
+        sys.stderr.write(f"{name}\ncontext {scheduler.context_limit}, {threads} threads ({why})\n")
         sys.stderr.write(_CHAT_HELP + "\n")
     system = [{"role": "system", "content": values["system"]}] if values["system"] else []
     history = list(system)
@@ -71,6 +71,9 @@ def run_chat(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
         line = _next_line(interactive)
         if line is None or line.strip() == "/exit":
             break
+        if line.strip() == "/help" and interactive:
+            sys.stderr.write(_CHAT_HELP + "\n")
+            continue
         if line.strip() == "/reset":
             history = list(system)
             continue
