@@ -51,9 +51,7 @@ app = typer.Typer(
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")
 ]
-DebugOption = Annotated[
-    bool, typer.Option("--debug", help="Show the traceback of an internal error.")
-]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -276,10 +274,13 @@ def compile_command(
     ] = False,
     check_passes: Annotated[
         bool,
-        typer.Option("--check-passes", help="Run each graph pass's result against onnxruntime."),
+        typer.Option(
+            "--check-passes", help="Compare the graph before and after each pass, in onnxruntime."
+        ),
     ] = False,
     dump: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the graph after each pass to DIR.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Write the graph after each pass to DIR, as ONNX."),
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
