@@ -5,6 +5,8 @@ In: the installed package ``zerolayer.runtime_stub``.  Out: ZIP members ``__main
 
 Comments and docstrings are blanked, because the ZIP is stored and the host compiles these sources
 at every start; lines keep their numbers, so a reported line is the line in the repository.
+``__main__.py`` brings its own finder for them: Python's zipimport compiles every source twice (once
+only to learn its file name), which would take longer than all the rest.
 """
 
 from __future__ import annotations
@@ -24,12 +26,55 @@ PACKAGE = "zerolayer_stub"
 LOADER_LIMIT = 100_000  # bytes, compressed
 
 _MAIN = f"""\
+import gc
 import sys
 
 if sys.version_info < (3, 9):
     sys.stderr.write("error: this artifact needs Python 3.9 or later\\n")
     sys.exit(2)
+FOLDERS = {{"{PACKAGE}": "", "jinja2": "vendor/", "markupsafe": "vendor/"}}
+
+
+class Sources:
+    def __init__(self, archive):
+        self.archive = archive.archive
+        self.get_data = archive.get_data
+
+    def find_spec(self, name, path=None, target=None):
+        folder = FOLDERS.get(name.partition(".")[0])
+        if folder is None:
+            return None
+        base = self.archive + "/" + folder + name.replace(".", "/")
+        for ending in (".py", "/__init__.py"):
+            try:
+                source = self.get_data(base + ending)
+            except OSError:
+                continue
+            package = ending != ".py"
+            spec = type(__spec__)(name, self, origin=base + ending, is_package=package)
+            spec.has_location = True
+            spec.loader_state = source
+            if package:
+                spec.submodule_search_locations.append(base)
+            return spec
+        return None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        spec = module.__spec__
+        code = compile(spec.loader_state, spec.origin, "exec", dont_inherit=True)
+        spec.loader_state = None
+        exec(code, module.__dict__)
+
+    def get_source(self, name):
+        return self.get_data(sys.modules[name].__file__).decode("utf-8")
+
+
 try:
+    gc.set_threshold(100000)
+    sys.meta_path.insert(0, Sources(__loader__))
     from {PACKAGE}.cli import main
 
     code = main()
