@@ -197,6 +197,10 @@ def test_sampling_ties_and_extremes(kernels: Kernels) -> None:
     ) == {1}
     greedy = [{"repetition_penalty": 2.0, "history": [1]}] * 64
     assert set(sample(kernels, logits, greedy).tolist()) == {2}
+    # logits one ulp apart have one probability, but only one is the largest
+    close = np.full((1, 70), -1, np.float32)
+    close[0, 3], close[0, 68] = 0.1, np.nextafter(np.float32(0.1), np.float32(1))
+    assert sample(kernels, close, greedy[:1]).tolist() == [68]
 
 
 def test_uniform_is_splitmix64(kernels: Kernels) -> None:

@@ -152,27 +152,33 @@ static inline void zl_top_p(zl_candidates *c, float top_p) {
   zl_keep(c, from, equal);
 }
 
+/* whether the row has a repetition penalty; then a bit of seen[(V + 31) / 32] for each token of its history */
+static inline int zl_mark_seen(const zl_sampling *s, int64_t V, uint32_t *seen) {
+  const float penalty = s->repetition_penalty;
+  if (!(penalty > 0.0f) || penalty == 1.0f || s->n_history <= 0 || !s->history) return 0;
+  memset(seen, 0, (size_t)((V + 31) / 32) * 4);
+  for (int32_t i = 0; i < s->n_history; i++)
+    if (s->history[i] >= 0 && s->history[i] < V) seen[s->history[i] / 32] |= 1u << (s->history[i] % 32);
+  return 1;
+}
+
+static inline float zl_penalized(float x, int64_t id, const uint32_t *seen, float penalty) {
+  if (!(seen[id / 32] >> (id % 32) & 1u)) return x;
+  return x > 0.0f ? x / penalty : x * penalty;
+}
+
 /* logits f32[V] -> candidates with p = e^(x - max): penalty and temperature applied */
 ZL_KERNEL void zl_probabilities(const float *x, int64_t V, const zl_sampling *s, uint32_t *seen, zl_candidates *c) {
   const float penalty = s->repetition_penalty, temperature = s->temperature;
-  const int penal = penalty > 0.0f && penalty != 1.0f && s->n_history > 0 && s->history;
+  const int penal = zl_mark_seen(s, V, seen);
   float top = -__builtin_inff();
-  if (penal) {
-    memset(seen, 0, (size_t)((V + 31) / 32) * 4);
-    for (int32_t i = 0; i < s->n_history; i++)
-      if (s->history[i] >= 0 && s->history[i] < V) seen[s->history[i] / 32] |= 1u << (s->history[i] % 32);
-  }
   v16f tops = zl_set(top);
   for (int64_t i = 0; i < V; i += 16) {
     const int64_t n = V - i < 16 ? V - i : 16;
     v16f v = n == 16 ? zl_load(x + i) : zl_load_n(x + i, n);
     v = zl_select((v16i)(v == v), v, zl_set(-__builtin_inff()));
     zl_store_n(c->p + i, v, n);
-    for (int64_t j = 0; penal && j < n; j++)
-      if (seen[(i + j) / 32] >> ((i + j) % 32) & 1u) {
-        float *one = c->p + i + j;
-        *one = *one > 0.0f ? *one / penalty : *one * penalty;
-      }
+    for (int64_t j = 0; penal && j < n; j++) c->p[i + j] = zl_penalized(c->p[i + j], i + j, seen, penalty);
     if (n == 16) tops = zl_max(tops, zl_load(c->p + i));
   }
   top = zl_hmax(tops);
@@ -218,13 +224,14 @@ ZL_KERNEL int32_t zl_sample_row(const float *logits, int64_t V, const zl_samplin
 
 /* greedy with a repetition penalty still has to look at every logit */
 ZL_KERNEL int32_t zl_greedy_penalized(const float *x, int64_t V, const zl_sampling *s, char *work) {
-  zl_sampling one = *s;
-  zl_candidates c = {(float *)(void *)work, (int32_t *)(void *)(work + V * 4), 0};
-  one.temperature = 1.0f;
-  zl_probabilities(x, V, &one, (uint32_t *)(void *)(work + V * 8), &c);
-  for (int64_t i = 0; i < c.n; i++)
-    if (c.p[i] == 1.0f) return c.id[i];
-  return 0;
+  const uint32_t *seen = (const uint32_t *)(const void *)work;
+  const int penal = zl_mark_seen(s, V, (uint32_t *)(void *)work);
+  zl_best best = {-__builtin_inff(), 0};
+  for (int64_t i = 0; i < V; i++) {
+    const float v = penal ? zl_penalized(x[i], i, seen, s->repetition_penalty) : x[i];
+    if (v > best.value) best = (zl_best){v, (int32_t)i};
+  }
+  return best.id;
 }
 
 /* logits f32[R, V], parts from zl_argmax_part (after a barrier), sampling [R] or NULL -> next i32[R] */
