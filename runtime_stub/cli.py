@@ -344,7 +344,7 @@ def _check(session: Session, values: Values, as_json: bool) -> tuple[int, dict[s
         ]
         if mismatches:
             rows[-1] = ("hardware", f"does not match {session.target.get('name')}:")
-            rows += [("", f"{m.name}: needs {m.need}, has {m.have}") for m in mismatches]
+            rows += [("", _lack(m.name, m.need, m.have)) for m in mismatches]
         rows.append(("memory", f"{memory.breakdown()}; {human(memory.available)} available"))
         if memory.block_size:
             largest = f"largest that fits: {memory.largest_context} tokens"
@@ -357,6 +357,11 @@ def _check(session: Session, values: Values, as_json: bool) -> tuple[int, dict[s
         rows.append(("result", "can run here" if code == EXIT_OK else "cannot run here"))
         _table(rows)
     return code, data
+
+
+def _lack(name: str, need: str, have: str) -> str:
+    """One difference between what the target requires and the host."""
+    return f"{name}: missing" if have == "no" else f"{name}: needs {need}, has {have}"
 
 
 def _python_features(session: Session) -> dict[str, str]:

@@ -117,7 +117,7 @@ def _cannot_run(target: Target) -> str:
     if not bad:
         return ""
     # the host's own features stay out of the text: the artifact's bytes must not depend on them
-    return f"a build host that cannot execute {target.name} code"
+    return f"the build host cannot execute {target.name} code"
 
 
 def _run(
