@@ -29,7 +29,6 @@ from .layout import (
     HEADER_BYTES,
     LOCAL,
     LOCAL_FIELDS,
-    MAGIC,
     MANIFEST,
     MAX_FILE_BYTES,
     MAX_MANIFEST_BYTES,
@@ -39,7 +38,6 @@ from .layout import (
     MAX_TENSORS,
     MAX_ZIP_BYTES,
     SECTION_ALIGN,
-    SHEBANG,
     TENSOR_ALIGN,
     align_up,
     central_fields,
@@ -47,6 +45,7 @@ from .layout import (
     local_fields,
     name_problem,
     parse_json,
+    read_magic,
     shape_problem,
 )
 
@@ -232,16 +231,15 @@ class Artifact:
     def _check_header(self) -> tuple[int, int]:
         """Checks the first lines; returns the format version (major, minor)."""
         head = self._read(0, min(self.size, 256), "the header")
-        match = MAGIC.match(head, len(SHEBANG))
-        if not head.startswith(SHEBANG) or match is None:
+        magic = read_magic(head)
+        if magic is None:
             raise InputFileError(
                 "not a zerolayer artifact (its first lines are not those of one)",
                 where=self.path,
                 next_step="make one with: zerolayer compile MODEL --target TARGET",
             )
-        major, minor = int(match.group(1)), int(match.group(2))
+        major, minor, needs = magic
         if major != FORMAT_MAJOR:
-            needs = match.group(3).decode("ascii")
             raise InputFileError(
                 f"an artifact of format version {major}.{minor}; this program reads format "
                 f"{FORMAT_MAJOR}",

@@ -8,8 +8,6 @@ that the two cannot drift apart.  The format on one page is in ``artifacts/READM
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 import struct
 
 TYPE_CHECKING = False  # typing takes longer to import than this module
@@ -26,10 +24,7 @@ SECTION_ALIGN = 65536  # the largest page size in use, so that a section can be 
 TENSOR_ALIGN = 64  # a cache line, and one vector of every supported instruction set
 
 SHEBANG = b"#!/usr/bin/env python3\n"
-MAGIC = re.compile(
-    rb"# zerolayer artifact, format (\d{1,4})\.(\d{1,4}), "
-    rb"needs zerolayer (\d{1,4}(?:\.\d{1,4}){0,2}) or later\n"
-)
+_MAGIC = (b"# zerolayer artifact, format ", b", needs zerolayer ", b" or later\n")
 
 # Limits: each has its reason in artifacts/README.md and a test that breaks it.
 MAX_MEMBERS = 4096
@@ -42,8 +37,7 @@ MAX_NAME_BYTES = 200
 MAX_FILE_BYTES = 1 << 50
 
 MANIFEST = "manifest.json"
-_PART = r"(?!\.{1,2}(?:/|$))[A-Za-z0-9._+-]+"
-_NAME = re.compile(rf"{_PART}(?:/{_PART})*\Z")
+_NAME_CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._+-"
 
 # -- ZIP records -----------------------------------------------------------------------------------
 
@@ -103,11 +97,34 @@ def magic_line() -> bytes:
     ).encode("ascii")
 
 
+def read_magic(head: bytes) -> Optional[tuple[int, int, str]]:
+    """(major, minor, the release that reads it) from a file's first bytes; None when it is not an
+    artifact.  By hand: regular expressions take longer to import than a file to open."""
+    first, middle, last = _MAGIC
+    start = len(SHEBANG) + len(first)
+    if head[:start] != SHEBANG + first:
+        return None
+    version, found, rest = head[start:].partition(middle)
+    release, ended, _ = rest.partition(last)
+    form, needs = _numbers(version), _numbers(release)
+    if not (found and ended and len(form) == 2 and 1 <= len(needs) <= 3):
+        return None
+    return form[0], form[1], release.decode("ascii")
+
+
+def _numbers(text: bytes) -> list[int]:
+    """``1.22.333``: numbers of at most four digits; none when it is something else."""
+    parts = text.split(b".")
+    good = all(1 <= len(p) <= 4 and not p.strip(b"0123456789") for p in parts)
+    return [int(p) for p in parts] if good else []
+
+
 def name_problem(name: str) -> Optional[str]:
     """Why ``name`` cannot be a member's name; None when it can."""
     if len(name) > MAX_NAME_BYTES:
         return f"is longer than {MAX_NAME_BYTES} bytes"
-    if not _NAME.match(name):
+    parts = name.split("/")
+    if any(p in ("", ".", "..") or p.strip(_NAME_CHARACTERS) for p in parts):
         return "is not a relative path of letters, digits and . _ + - without '.' or '..' parts"
     return None
 
@@ -170,11 +187,41 @@ def parse_json(raw: bytes, limit: int = MAX_MANIFEST_BYTES) -> Any:
         brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
     if brackets:
         raise ValueError(f"brackets that do not match or are nested deeper than {MAX_JSON_DEPTH}")
-    return json.loads(
-        raw.decode("utf-8"),
-        object_pairs_hook=_unique,
-        parse_constant=_no_constant,
-    )
+    return _loads(raw.decode("utf-8"))
+
+
+class _Settings:
+    """What the scanner behind ``json`` wants to know."""
+
+    strict = True
+    object_hook = None
+    object_pairs_hook = staticmethod(_unique)
+    parse_float = float
+    parse_int = int
+    parse_constant = staticmethod(_no_constant)
+
+
+def _loads(text: str) -> Any:
+    """``json.loads`` with unique keys and without constants.  Its scanner is asked directly: the
+    package around it imports regular expressions."""
+    try:
+        import _json
+
+        scanner: Any = _json.make_scanner
+        scan = scanner(_Settings)
+    except (ImportError, AttributeError):  # a Python whose scanner is another
+        import json
+
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    blanks = " \t\n\r"
+    start = len(text) - len(text.lstrip(blanks))
+    try:
+        value, end = scan(text, start)
+    except StopIteration as e:
+        raise ValueError(f"not JSON at character {e.value}") from None
+    if text[end:].strip(blanks):
+        raise ValueError(f"more than one value, the second at character {end}")
+    return value
 
 
 #: what a key of the manifest holds when it is there: the loader reads these without asking again
