@@ -257,7 +257,10 @@ def compile_command(
         Fusion | None, typer.Option(help="Fusion level; default: the target's choice.")
     ] = None,
     max_context: Annotated[
-        int | None, typer.Option(min=1, help="Positions per sequence; default: the model's.")
+        int | None,
+        typer.Option(
+            min=1, help="Positions per sequence, in whole KV blocks; default: the model's."
+        ),
     ] = None,
     dim: Annotated[
         list[str] | None,

@@ -51,7 +51,7 @@ class CompileRequest:
     """What to compile, for which target, how.  ``None`` means the target's default.
 
     ``dims`` bounds symbolic dimensions of graphs that are not language models; ``decisions`` are
-    the lines that say where each setting came from, for the record.
+    the lines that say where each setting came from, for the summary.
     """
 
     model: Path
@@ -130,6 +130,8 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         quantization=_quantization(program, graph, model),
         vendor=vendor.packages,
         licenses=tuple(name for name, _ in model.licenses),
+        code=binaries.entry,
+        code_extra=binaries.extra,
     )
     members: dict[str, bytes] = {
         **loader_members(),
@@ -160,9 +162,7 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
             manifest_inputs, numerics=verified.report, golden=verified.golden is not None
         )
         more = {"golden.json": verified.golden} if verified.golden is not None else {}
-        manifest = build_manifest(inputs)
-        manifest["code"] = {"path": binaries.entry, **binaries.extra}
-        return manifest, more
+        return build_manifest(inputs), more
 
     with progress.stage("write", total=max(1, program.weights_bytes), unit="bytes") as stage:
         digest = write_artifact(

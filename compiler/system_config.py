@@ -69,7 +69,7 @@ class Setting:
 
     @property
     def source(self) -> str:
-        """``where`` without folders: what an artifact may record."""
+        """``where`` without folders: what a summary shows."""
         return re.split(r"[/\\]", self.where)[-1]
 
 
@@ -89,7 +89,7 @@ class SystemConfig:
 class Decision:
     """What was decided and where: the command line, a ``file:line``, or the built-in default.
 
-    Files are named without folders, because artifacts do not depend on them.  ``overrides`` says
+    Files are named without folders: the same inputs give the same summary.  ``overrides`` says
     which setting of the file lost against the command line.
     """
 
