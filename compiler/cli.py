@@ -20,7 +20,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TextIO, TypeVar, cast
 
 import typer
 from zerolayer.runtime_stub.errors import (
@@ -58,13 +58,38 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 def print_json(value: object) -> None:
     """One JSON object on one line."""
-    print(json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False), flush=True)
+    print(_json(value), flush=True)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False)
+
+
+def _standard_streams() -> None:
+    """A stream that was closed before the start is empty, or nowhere."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def _drop(stream: TextIO) -> None:
+    """Nobody takes what goes there: nothing more does, also not at the interpreter's exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _say(line: str, stream: TextIO) -> None:
+    """One line about a failure; a stream that refuses it does not make a second failure."""
+    try:
+        print(line, file=stream, flush=True)
+    except OSError:
+        _drop(stream)
 
 
 def _fail(error: ZerolayerError, as_json: bool) -> int:
-    print(f"error: {error.one_line()}", file=sys.stderr)
+    _say(f"error: {error.one_line()}", sys.stderr)
     if as_json:
-        print_json(error.as_dict())
+        _say(_json(error.as_dict()), sys.stdout)
     return error.exit_code
 
 
@@ -75,10 +100,10 @@ def _internal(error: Exception, as_json: bool, debug: bool) -> int:
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     what = " ".join(f"internal error: {type(error).__name__}: {error}".split())
     again = "" if debug else " with the output of the same command with --debug"
-    print(f"{what} ({where}); please report it{again}", file=sys.stderr)
+    _say(f"{what} ({where}); please report it{again}", sys.stderr)
     if as_json:
         shown = {"error": "internal", "exit_code": EXIT_INTERNAL, "what": what, "where": where}
-        print_json({**shown, "next_step": "report it"})
+        _say(_json({**shown, "next_step": "report it"}), sys.stdout)
     return EXIT_INTERNAL
 
 
@@ -97,10 +122,10 @@ def guarded(command: Command) -> Command:
             if debug:
                 traceback.print_exception(e)
         except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+            _say("interrupted", sys.stderr)
             code = EXIT_INTERRUPTED
         except BrokenPipeError:  # whoever read stdout has gone
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop(sys.stdout)
             code = EXIT_INTERNAL
         except MemoryError:
             code = _fail(ResourceError("out of memory", next_step="free some"), as_json)
@@ -455,4 +480,5 @@ def demo_model_command(as_json: JsonOption = False, debug: DebugOption = False) 
 
 def main() -> None:
     """Entry point of the console script."""
+    _standard_streams()
     app()

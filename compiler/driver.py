@@ -105,6 +105,7 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
     choices = _choose(request, model)
     family = families.family(request.target.family)
     graph = _passes(request, choices, model, progress)
+    _warn_not_quantized(graph, choices.quantize, warnings)
     with progress.stage("lower"):
         program = _program(request, choices, model, graph)
         need = memory_need(program)
@@ -252,6 +253,19 @@ def _passes(
             check=request.check_passes,
             progress=lambda _name: stage.advance(1),
         )
+
+
+def _warn_not_quantized(graph: ir.Model, scheme: str, warnings: Warnings) -> None:
+    """Weights that ``--quantize`` could not change are no secret."""
+    kept = [
+        (value.name, value.metadata_props["not_quantized"])
+        for value in graph.graph.initializers.values()
+        if "not_quantized" in value.metadata_props
+    ]
+    if kept:
+        name, why = kept[0]
+        more = f" and {len(kept) - 1} more weights keep their" if kept[1:] else " keeps its"
+        warnings.add(f"--quantize {scheme}: {name}{more} format: {why}")
 
 
 def _program(

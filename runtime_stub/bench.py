@@ -79,7 +79,7 @@ class _Runner:
 
 def run_bench(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
     """Returns what ``--json`` prints."""
-    session.require_hardware()
+    session.require_host()
     limits = session.limits()
     n_new = values["new_tokens"] or 64
     batch = values["batch"] or 1

@@ -42,7 +42,7 @@ _CHAT_HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stop
 
 def run_chat(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
     """``chat``: reads a line, streams the answer, until the end of input."""
-    session.require_hardware()
+    session.require_host()
     context = session.context(values["max_context"])
     codec = session.codec()
     if not codec.has_template:

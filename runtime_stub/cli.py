@@ -57,7 +57,7 @@ def main(
     args = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in args
     try:
-        _utf8_output()
+        _standard_streams()
         code = _dispatch(args, artifact_path, mask)
         sys.stdout.flush()
         return code
@@ -66,7 +66,7 @@ def main(
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        _drop_stdout()
+        _drop(1)
         return EXIT_OK
     except MemoryError:
         from .errors import ResourceError
@@ -94,10 +94,12 @@ def _unexpected(error: Exception) -> ZerolayerError:
     )
 
 
-def _utf8_output() -> None:
-    """Text is UTF-8 whatever the locale says; a closed stdout is nowhere."""
+def _standard_streams() -> None:
+    """Text is UTF-8 whatever the locale says; a closed stream is empty, or nowhere."""
     import os
 
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stderr is None:
@@ -108,23 +110,30 @@ def _utf8_output() -> None:
             reconfigure(encoding="utf-8", errors="replace")
 
 
-def _drop_stdout() -> None:
-    """The reader has gone: nothing more is written, also not by the interpreter's exit."""
+def _drop(descriptor: int) -> None:
+    """Nobody takes what goes there: nothing more does, also not at the interpreter's exit."""
     import os
 
     with suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _fail(error: ZerolayerError, as_json: bool) -> int:
     try:
         sys.stdout.flush()
+    except OSError:
+        _drop(1)
+    try:
         sys.stderr.write(f"error: {error.one_line()}\n")
-        if as_json:
+        sys.stderr.flush()
+    except OSError:
+        _drop(2)
+    if as_json:
+        try:
             _print_json(error.as_dict())
             sys.stdout.flush()
-    except BrokenPipeError:
-        _drop_stdout()
+        except OSError:
+            _drop(1)
     return error.exit_code
 
 

@@ -535,6 +535,8 @@ def memory_facts(root: str = "/") -> tuple[int, int, int | None]:
             info[key] = number * 1024
     total = info.get("MemTotal", 0)
     available = info.get("MemAvailable", info.get("MemFree", 0))
+    if not info and root == "/":  # no /proc: the C library asks the kernel, file cache not counted
+        total, available = _pages("SC_PHYS_PAGES"), _pages("SC_AVPHYS_PAGES")
     limits = []
     version, dirs = _cgroup_dirs(root, "memory")
     for d in dirs:
@@ -551,6 +553,14 @@ def memory_facts(root: str = "/") -> tuple[int, int, int | None]:
         available = min(available, address_space[1])
     limit_bytes = min(limits) if limits else None
     return (min(total, limit_bytes) if limit_bytes is not None else total), available, limit_bytes
+
+
+def _pages(name: str) -> int:
+    """A ``sysconf`` count of pages in bytes, 0 when it is not known."""
+    try:
+        return max(0, os.sysconf(name)) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
 
 
 def _reclaimable(group: str) -> int:

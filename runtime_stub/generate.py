@@ -312,7 +312,7 @@ def _usage(prompt: int, completion: int) -> dict[str, int]:
 
 def run_generate(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
     """``generate``: returns what ``--json`` prints."""
-    session.require_hardware()
+    session.require_host()
     limits = session.limits()
     prompts = prompts_from(session, values)
     sampling = sampling_from(session, values)

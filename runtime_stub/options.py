@@ -162,12 +162,18 @@ def size(text: str) -> int:
     return int(value)
 
 
+def _ids_in(text: str) -> list[str]:
+    if "," not in text:
+        return text.split()
+    words = [part.strip() for part in text.split(",")]
+    return words[:-1] if not words[-1] else words  # a comma may follow the last id
+
+
 def token_ids(text: str) -> list[int]:
     """``1,2,3`` or ``1 2 3``."""
-    words = text.replace(",", " ").split()
     parse_one = integer(0, (1 << 31) - 1)
     ids = []
-    for word in words:
+    for word in _ids_in(text):
         try:
             ids.append(parse_one(word))
         except ValueError:

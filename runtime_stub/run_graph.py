@@ -128,7 +128,7 @@ def _check_indices(
 
 def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
     """Returns what ``--json`` prints."""
-    session.require_hardware()
+    session.require_host()
     entry = session.entry_point("run")
     buffers = {b["name"]: b for b in session.manifest.get("buffers", ())}
     bounds = dict(session.manifest.get("limits", {}).get("symbols", {}))

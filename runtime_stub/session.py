@@ -169,9 +169,12 @@ class Session:
             raise IntegrityError("the manifest says not what the target requires", where=self.path)
         return compare(requires, self.facts)
 
-    def require_hardware(self) -> None:
-        """HardwareMismatchError unless this host is of the kind that the artifact is for."""
+    def require_host(self) -> None:
+        """HardwareMismatchError unless this host is of the kind that the artifact is for,
+        ResourceError when its memory does not even hold one token.  Comes before anything is
+        loaded: native code that runs out of memory ends the process without a word."""
         refuse(str(self.target.get("name", "?")), self.mismatches, self.facts, self.path)
+        self.memory.require(1, self.path)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

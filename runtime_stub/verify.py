@@ -50,7 +50,7 @@ def run_verify(session: Session, values: Values, as_json: bool) -> dict[str, Any
         if not as_json and not member:
             sys.stdout.write("no golden prompts in this artifact\n")
         return data
-    session.require_hardware()
+    session.require_host()
     data["golden"] = run_golden(session, str(member), values["threads"])
     if not as_json:
         golden = data["golden"]

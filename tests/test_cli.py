@@ -231,6 +231,24 @@ def test_a_reader_that_goes_away() -> None:
     assert process.returncode == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("targets >&- 2>&-", 0),
+        ("targets <&-", 0),
+        ("targets --json >/dev/full", 8),
+        ("targets >/dev/full 2>/dev/full", 8),
+        ("compile /nonexistent --target zen4 2>&-", 3),
+        ("compile /nonexistent --target zen4 --json >/dev/full 2>/dev/full", 3),
+    ],
+)
+def test_closed_and_full_streams_keep_the_exit_code(command: str, code: int) -> None:
+    line = f"{Path(sys.executable).with_name('zerolayer')} {command}"
+    done = subprocess.run(["/bin/sh", "-c", line], check=False, timeout=60, capture_output=True)
+    assert done.returncode == code, done.stderr
+    assert b"Traceback" not in done.stderr and b"internal" not in done.stderr
+
+
 def test_the_demo_model(smollm2_gguf: Path) -> None:
     assert zerolayer("demo-model").out == f"{smollm2_gguf}\n"
     assert zerolayer("demo-model", "--json").json() == {

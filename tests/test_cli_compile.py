@@ -183,3 +183,19 @@ def test_interrupted(stage: str, tiny_llama: Path, tmp_path: Path) -> None:
     assert notes.splitlines()[-1] == "interrupted"
     assert "Traceback" not in notes
     assert [p.name for p in tmp_path.iterdir() if p.name != "cache"] == []
+
+
+def test_weights_that_cannot_be_quantized_are_named(tmp_path: Path) -> None:
+    from tiny_models import make_model
+
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    make_model("llama", folder, hidden_size=72, head_dim=24, num_hidden_layers=1)
+    options = ("--target", "x86-64-v3", "--no-verify", "--quantize", "int4")
+    done = zerolayer("compile", folder, *options, "-o", tmp_path / "a.zla", "--json")
+    (warning, _not_verified) = done.json()["warnings"]
+    assert "embed.weight and 6 more weights keep their format: rows of 72" in warning
+    options = ("--target", "x86-64-v3", "--strict", "--quantize", "int4")
+    done = zerolayer("compile", folder, *options, "-o", tmp_path / "b.zla")
+    done.one_error(4, "--strict", "rows of 72 are not whole blocks")
+    assert not (tmp_path / "b.zla").exists()

@@ -171,6 +171,26 @@ def test_closed_output_is_no_error(ids_only: Path) -> None:
     assert subprocess.run(["/bin/sh", "-c", command], check=False, timeout=60).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("chat <&-", 0),
+        ("generate --raw - <&-", 2),
+        ("generate --raw - <&- >&- 2>&-", 2),
+        ("check --json >/dev/full", 8),
+        ("check >/dev/full 2>/dev/full", 8),
+        ("generat --json >/dev/full 2>/dev/full", 2),
+    ],
+)
+def test_closed_and_full_streams_keep_the_exit_code(
+    artifact: Path, command: str, code: int
+) -> None:
+    line = f"{sys.executable} -I -S {artifact} {command}"
+    done = subprocess.run(["/bin/sh", "-c", line], check=False, timeout=60, capture_output=True)
+    assert done.returncode == code, done.stderr
+    assert b"Traceback" not in done.stderr and b"bug" not in done.stderr
+
+
 def test_a_reader_that_goes_away_is_no_error(artifact: Path) -> None:
     command = f"{sys.executable} -I -S {artifact} generate --tokens 1 -n 120 | head -c 1"
     pipe = subprocess.run(
@@ -254,6 +274,7 @@ def test_context_end_is_reported(artifact: Path, capsys: Any) -> None:
         (["generate", ""], 2, "the prompt is empty"),
         (["generate", "--tokens", ""], 2, "the prompt is empty"),
         (["generate", "--tokens", "1,b"], 2, "'b' is not a token id"),
+        (["generate", "--tokens", "1,,2"], 2, "'' is not a token id"),
         (["generate", "--tokens", f"{VOCAB}"], 2, f"outside the vocabulary of {VOCAB}"),
         (["generate", "--tokens", "1", "--stop", "a"], 2, "--stop needs text"),
         (["generate", "a\udcff"], 2, "not valid UTF-8 (character 1 of 2)"),
@@ -378,6 +399,10 @@ def test_too_little_memory_is_refused_with_the_breakdown(
     starved(fixed - 1)
     run = Run(capsys, artifact, "check", "--json")
     assert run.code == 8 and not run.json["memory"]["fits"]
+    monkeypatch.setattr("zerolayer.runtime_stub.text.TextCodec", None)  # not even the tokenizer
+    for command in (["generate", "x"], ["chat"], ["bench"], ["verify"]):
+        refused = Run(capsys, artifact, *command)
+        assert refused.code == 8 and "are available" in refused.err
 
 
 def test_memory_arithmetic() -> None:

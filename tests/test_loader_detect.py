@@ -236,3 +236,10 @@ def test_threads_follow_cores_affinity_and_quota(tmp_path: Path) -> None:
     assert threads(cpus_affinity=(3,), cores_affinity=1) == 1
     many = tuple(range(4096))  # more than a team can have
     assert threads(cpus_affinity=many, cores_affinity=4096) == detect.MAX_THREADS
+
+
+def test_memory_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "_read", lambda _path: "")
+    total, available, _ = detect.memory_facts()
+    assert total == detect._pages("SC_PHYS_PAGES") > available > 1 << 20
+    assert detect._pages("SC_NO_SUCH_THING") == 0
