@@ -104,13 +104,6 @@ class BlockPool:
         """(block, serial) that holds ``tokens`` after ``parent``, or None.  Takes no reference."""
         return self._by_content.get((parent, tokens))
 
-    def forget_cached(self) -> None:
-        """Drops all cached content; held blocks stay."""
-        for block in self._cached:
-            del self._by_content[self._content_of.pop(block)]
-            self._free.append(block)
-        self._cached.clear()
-
     def check(self) -> None:
         """Raises AssertionError unless every block is in exactly one state (used by tests)."""
         held = {b for b in range(self.n_blocks) if self._references[b] > 0}

@@ -247,14 +247,9 @@ class _Lowering:
         inputs = self._inputs_by_role(node, names, place)
         operator = domain.OPERATORS.get(sig.base)
         formats = dict(zip(operator.weights, sig.formats, strict=True)) if operator else {}
-        outputs = [v for v in node.outputs if v.name]
-        wanted = [v for v in outputs if v.uses() or v.is_graph_output()]
-        if not wanted:
+        outputs = _outputs_to_make(node, sig.base, place)
+        if not outputs:
             return
-        if sig.base in STANDARD_INPUTS:  # their kernels make the first output only
-            if wanted != [node.outputs[0]]:
-                raise UnsupportedError(f"{sig.base} with output {wanted[-1].name}", where=place)
-            outputs = wanted
         call = Call(
             place,
             sig.base,
@@ -398,6 +393,17 @@ class _Lowering:
             n_layers=len(self.config.layers) if self.config else 0,
             taps=taps,
         )
+
+
+def _outputs_to_make(node: ir.Node, op: str, place: str) -> list[ir.Value]:
+    """What the kernel of ``node`` has to make; empty when nobody reads any of it."""
+    named = [v for v in node.outputs if v.name]
+    wanted = [v for v in named if v.uses() or v.is_graph_output()]
+    if op not in STANDARD_INPUTS:
+        return named if wanted else []
+    if any(v is not node.outputs[0] for v in wanted):  # standard kernels make the first output only
+        raise UnsupportedError(f"{op} with output {wanted[-1].name}", where=place)
+    return wanted
 
 
 def _decoded_view(node: ir.Node) -> str | None:
