@@ -137,7 +137,7 @@ def align_up(value: int, alignment: int) -> int:
 # -- manifest --------------------------------------------------------------------------------------
 
 _DIGITS = bytes(48 if c in b"0123456789" else 32 for c in range(256))
-_NOT_BRACKETS = bytes(c for c in range(256) if c not in b"[]{}")
+_NOT_BRACKETS = bytes(c for c in range(256) if c not in b'[]{}"')
 
 
 def digest_of(raw: bytes, digest: str) -> Optional[str]:
@@ -177,10 +177,12 @@ def parse_json(raw: bytes, limit: int = MAX_MANIFEST_BYTES) -> Any:
     bare = raw
     if b"\\" in bare:  # escaped backslashes first, so that what is left before a quote escapes it
         bare = bare.replace(b"\\\\", b"").replace(b'\\"', b"")
-    bare = b" ".join(bare.split(b'"')[::2])  # without strings
-    if b"0" * 21 in bare.translate(_DIGITS):
-        raise ValueError("a number of more than 20 digits")
-    brackets = bare.translate(None, _NOT_BRACKETS)
+    digits = b"0" * 21
+    if digits in bare.translate(_DIGITS):  # perhaps in a string
+        bare = b'" "'.join(bare.split(b'"')[::2])
+        if digits in bare.translate(_DIGITS):
+            raise ValueError("a number of more than 20 digits")
+    brackets = b"".join(bare.translate(None, _NOT_BRACKETS).split(b'"')[::2])  # without strings
     for _ in range(MAX_JSON_DEPTH):  # each round removes at least the innermost level
         if not brackets:
             break

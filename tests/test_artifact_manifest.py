@@ -383,8 +383,9 @@ def test_loader_sources_mean_the_same_and_keep_their_lines() -> None:
 
 
 def _shape(source: str) -> list[tuple[str, int]]:
-    """Names, attributes, constants and calls with their lines, docstrings left out."""
-    tree = ast.parse(source)
+    """Names, attributes, constants and calls with their lines, docstrings, annotations and what
+    only type checkers read left out."""
+    tree = _Untyped().visit(ast.parse(source))
     skip = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -397,6 +398,41 @@ def _shape(source: str) -> list[tuple[str, int]]:
         if isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Constant | ast.Return)
         and id(node) not in skip
     ]
+
+
+class _Untyped(ast.NodeTransformer):
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        node.annotation = None
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        self.generic_visit(node)
+        node.returns = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
+        if node.value is None:
+            return ast.copy_location(ast.Pass(), node)
+        return ast.copy_location(ast.Assign([node.target], self.visit(node.value)), node)
+
+    def visit_If(self, node: ast.If) -> ast.If | None:
+        self.generic_visit(node)
+        return None if ast.dump(node.test) == "Name(id='TYPE_CHECKING', ctx=Load())" else node
+
+
+def test_blank_annotations_by_hand() -> None:
+    source = (
+        "TYPE_CHECKING = False\nif TYPE_CHECKING:\n    from typing import Any\n\n\nx: int = 3\n"
+        "class A:\n    y: dict[\n        str, int\n    ]\n    é: str = 'é'; z = 1\n\n\n"
+        "def f(a: int, é: str = 'é', *b: 'x', c: Any = 1, **d: int) -> 'dict[str, int]': return a\n"
+        "def g(\n    a: set[\n        int\n    ],\n    b=1,\n) -> set[\n    int\n]:\n    return 1\n"
+    )
+    assert blank_comments(source) == (
+        "TYPE_CHECKING = False\n\n\n\n\nx = 3\n"
+        "class A:\n    pass\n\n\n    é = 'é'; z = 1\n\n\n"
+        "def f(a, é = 'é', *b, c = 1, **d): return a\n"
+        "def g(\n    a,\n\n\n    b=1,\n):\n\n\n    return 1\n"
+    )
 
 
 def test_blank_comments_by_hand() -> None:

@@ -3,8 +3,9 @@
 In: the installed package ``zerolayer.runtime_stub``.  Out: ZIP members ``__main__.py``,
 ``zerolayer_stub/*.py`` and their licence.  Next file: ``manifest.py``.
 
-Comments and docstrings are blanked, because the ZIP is stored and the host compiles these sources
-at every start; lines keep their numbers, so a reported line is the line in the repository.
+Comments, docstrings and annotations are blanked, because the ZIP is stored and the host compiles
+these sources at every start; lines keep their numbers, so a reported line is the line in the
+repository.
 ``__main__.py`` brings its own finder for them: Python's zipimport compiles every source twice (once
 only to learn its file name), which would take longer than all the rest.
 """
@@ -122,13 +123,16 @@ def license_text() -> bytes:
 
 
 def blank_comments(source: str) -> str:
-    """``source`` without comments, docstrings and trailing blanks, line numbers unchanged."""
+    """``source`` without comments, docstrings, annotations, what only type checkers read, and
+    trailing blanks; line numbers unchanged."""
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    _blank_annotations(tree, lines)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             _blank_docstring(node, lines)
     text = "\n".join(line.rstrip() for line in lines) + "\n"
@@ -154,3 +158,37 @@ def _blank_docstring(
         lines[row - 1] = ""
     if alone:
         lines[first.lineno - 1] = " " * first.col_offset + "pass"
+
+
+def _blank_annotations(tree: ast.Module, lines: list[str]) -> None:
+    """Cuts annotations and ``if TYPE_CHECKING`` blocks."""
+    cuts: list[tuple[int, int, int, int, str]] = []  # from row and column, to row and column, new
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            at = node.col_offset + len(node.arg.encode("utf-8"))
+            cuts.append((node.lineno, at, *_end(node.annotation), ""))
+        elif isinstance(node, ast.FunctionDef) and node.returns is not None:
+            row, column = node.returns.lineno, node.returns.col_offset
+            arrow = lines[row - 1].encode("utf-8").rfind(b" ->", 0, column)
+            if arrow >= 0:
+                cuts.append((row, arrow, *_end(node.returns), ""))
+        elif isinstance(node, ast.AnnAssign) and node.value is None:
+            cuts.append((node.lineno, node.col_offset, *_end(node), "pass"))
+        elif isinstance(node, ast.AnnAssign):
+            cuts.append((*_end(node.target), *_end(node.annotation), ""))
+    for first, column, last, end, new in sorted(cuts, reverse=True):
+        start, rest = lines[first - 1].encode("utf-8"), lines[last - 1].encode("utf-8")
+        lines[first - 1] = start[:column].decode("utf-8") + new + rest[end:].decode("utf-8")
+        lines[first:last] = [""] * (last - first)
+    for block in tree.body:
+        test = block.test if isinstance(block, ast.If) else None
+        if isinstance(test, ast.Name) and test.id == "TYPE_CHECKING":
+            last = _end(block)[0]
+            lines[block.lineno - 1 : last] = [""] * (last - block.lineno + 1)
+
+
+def _end(node: ast.stmt | ast.expr) -> tuple[int, int]:
+    """The row and column (in UTF-8) behind a node."""
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    return node.end_lineno, node.end_col_offset
