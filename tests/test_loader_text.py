@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerolayer.runtime_stub.errors import InputFileError, UnsupportedError, UsageError
 from zerolayer.runtime_stub.stream import Detokenizer, StopMatcher, TextStream
-from zerolayer.runtime_stub.text import TextCodec, compile_template
+from zerolayer.runtime_stub.template import compile_template
+from zerolayer.runtime_stub.text import TextCodec
 
 
 def decode_bytes(ids: Any) -> str:
