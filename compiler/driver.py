@@ -105,6 +105,10 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
     choices = _choose(request, model)
     family = families.family(request.target.family)
     graph = _passes(request, choices, model, progress)
+    if choices.quantize != "keep" and not _requantized(graph):
+        warnings.add(
+            f"quantize {choices.quantize} changes nothing: no weight of the file has more bits"
+        )
     _warn_not_quantized(graph, choices.quantize, warnings)
     with progress.stage("lower"):
         program = _program(request, choices, model, graph)
@@ -266,6 +270,12 @@ def _warn_not_quantized(graph: ir.Model, scheme: str, warnings: Warnings) -> Non
         name, why = kept[0]
         more = f" and {len(kept) - 1} more weights keep their" if kept[1:] else " keeps its"
         warnings.add(f"--quantize {scheme}: {name}{more} format: {why}")
+
+
+def _requantized(graph: ir.Model) -> bool:
+    """Whether the passes gave any weight another format."""
+    values = graph.graph.initializers.values()
+    return any("quantized to" in v.metadata_props.get("transform", "") for v in values)
 
 
 def _program(

@@ -6,6 +6,7 @@ dictionary for pipelines.  Next file: ``cli.py``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from zerolayer.runtime_stub.errors import UnsupportedError
 from zerolayer.targets.facts import Target
-from zerolayer.targets.program import Program
+from zerolayer.targets.program import BufferKind, Program
 from zerolayer.targets.roofline import Prediction
 
 from .frontends.config import LoadedModel
@@ -82,8 +83,9 @@ class CompileResult:
             ("target", f"{self.target.name}: {self.target.description}"),
             (
                 "precision",
-                f"weights {options['quantize']}, activations {options['activations']}, "
-                f"KV {options['kv_dtype']}",
+                f"weights {self._formats()} (quantize {options['quantize']}), "
+                f"activations {options['activations']}"
+                + (f", KV {options['kv_dtype']}" if self.program.kv else ""),
             ),
             (
                 "kernels",
@@ -99,6 +101,14 @@ class CompileResult:
         if need.contexts:
             rows.insert(6, ("context", contexts_text(need.contexts)))
         return rows
+
+    def _formats(self) -> str:
+        """The stored formats, by bytes; what has less than a hundredth of them is left out."""
+        sizes = Counter[str]()
+        for b in self.program.buffers:
+            if b.kind is BufferKind.WEIGHT:
+                sizes[b.format] += b.nbytes
+        return ", ".join(f for f, n in sizes.most_common() if 100 * n >= sizes.total()) or "none"
 
     def _memory(self) -> str:
         need = self.need

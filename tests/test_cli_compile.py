@@ -199,3 +199,9 @@ def test_weights_that_cannot_be_quantized_are_named(tmp_path: Path) -> None:
     done = zerolayer("compile", folder, *options, "-o", tmp_path / "b.zla")
     done.one_error(4, "--strict", "rows of 72 are not whole blocks")
     assert not (tmp_path / "b.zla").exists()
+
+
+def test_quantizing_what_has_no_more_bits_is_said(smollm2_gguf: Path, tmp_path: Path) -> None:
+    options = ("--target", "x86-64-v3", "--quantize", "int8", "--strict", "-o", tmp_path / "o.zla")
+    zerolayer("compile", smollm2_gguf, *options).one_error(4, "quantize int8 changes nothing")
+    assert not list(tmp_path.iterdir())
