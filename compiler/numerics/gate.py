@@ -17,7 +17,7 @@ from typing import Protocol
 from zerolayer.runtime_stub.errors import NumericsError
 
 from .bounds import Bounds
-from .metrics import F32, Accumulator, recorded
+from .metrics import F32, NOISE, Accumulator, recorded
 
 
 class Runner(Protocol):
@@ -135,7 +135,8 @@ def _report(total: Accumulator, bounds: Bounds, consistent: bool) -> Report:
         top1_all=total.same / total.rows if total.rows else 1.0,
         kl=recorded(total.kl, bounds.kl),
         logit_error=recorded(total.logit_error, bounds.logits),
-        max_abs=recorded(total.max_abs, bounds.logits),
+        # absolute, of logits some tens in size: the rounding is larger than in relative figures
+        max_abs=recorded(total.max_abs, bounds.logits / NOISE),
         layers=tuple(recorded(x, bounds.layer) for x in total.layer_errors()),
         finite=total.finite,
         consistent=consistent,
