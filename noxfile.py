@@ -7,7 +7,7 @@ tests   everything under tests/ (arguments go to pytest: nox -s tests -- -k cach
 golden  the tests that compare with other implementations' results
 fuzz    the property tests, fifty times longer
 replay  artifacts are byte-identical before and after a change (nox -s replay -- main)
-bench   the measurements of docs/performance.md
+bench   footprint and compile memory; with arguments the comparison (nox -s bench -- --peers DIR)
 """
 
 from __future__ import annotations
@@ -89,6 +89,9 @@ def replay(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The measurements of docs/performance.md, one JSON object a line."""
+    """Footprint and compile memory, one JSON object a line; with arguments, ``python -m bench``."""
+    if session.posargs:
+        run(session, "bench", *session.posargs)
+        return
     for script in BENCHES:
         session.run(PYTHON, script, external=True)

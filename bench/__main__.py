@@ -1,0 +1,116 @@
+"""The comparison with every installed peer: ``python -m bench --peers DIR``.
+
+In: the peers' folder that ``prepare.py`` filled.  Out: ``docs/performance.md``, the plot beside it,
+the raw results as JSON lines.  Next file: ``matrix.py``, then ``measure.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from bench.kernels import all_kernels
+from bench.matrix import LINES, OURS, SUITES, Suite
+from bench.measure import ROOT, Place, build_ceilings, compile_all, forget, measure, profile
+from bench.plot import draw
+from bench.report import write_readme, write_report
+from bench.results import SUITE, Results, verdict
+from bench.work import read_work
+
+PROFILED = (("smollm2-2", "Q4_1", "SmolLM2-135M Q4_1"), ("tinyllama-2", "Q4_0", "1.1B Q4_0"))
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--peers", type=Path, required=True, help="folder of the peers' venvs")
+    parser.add_argument("--suite", nargs="*", default=[s.name for s in SUITES],
+                        choices=[s.name for s in SUITES], metavar="SUITE",
+                        help=f"default: all of {', '.join(s.name for s in SUITES)}")  # fmt: skip
+    parser.add_argument("-n", "--rounds", type=int, default=5, help="processes of each system")
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD",
+                        help="systems whose name has a WORD, e.g. zerolayer Q4_0")  # fmt: skip
+    parser.add_argument("--results", type=Path, help="raw results, default DIR/results.jsonl")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="of the report")
+    parser.add_argument("--no-verify", action="store_true", help="compile without the gate")
+    parser.add_argument("--compile-only", action="store_true", help="prepare artifacts, then stop")
+    parser.add_argument("--report-only", action="store_true", help="measure nothing")
+    return parser.parse_args()
+
+
+def chosen(options: argparse.Namespace) -> list[Suite]:
+    """The suites that were asked for, each with the systems that were asked for."""
+    out = []
+    for suite in SUITES:
+        systems = tuple(
+            s for s in suite.systems if not options.only or any(w in s.name for w in options.only)
+        )
+        if suite.name in options.suite:
+            out.append(Suite(**{**vars(suite), "systems": systems}))
+    return out
+
+
+def run(options: argparse.Namespace, place: Place) -> int:
+    """Compile, measure; how many processes failed is left to the report."""
+    place.artifacts.mkdir(parents=True, exist_ok=True)
+    place.results.parent.mkdir(parents=True, exist_ok=True)
+    suites = chosen(options)
+    compile_all(place, [system for suite in suites for system in suite.systems])
+    if options.compile_only:
+        return 0
+    forget(place, suites)
+    ceilings = build_ceilings(place)
+    for suite in suites:
+        measure(place, suite, options.rounds, ceilings)
+        for name, label, _title in PROFILED:
+            for system in suite.systems:
+                if suite.name == name and (system.peer, system.label) == (OURS, label):
+                    printed = profile(place, suite, system)
+                    calls_file(place, name).write_text(json.dumps(printed), encoding="ascii")
+    return 0
+
+
+def calls_file(place: Place, suite: str) -> Path:
+    """Where the suite's kernel times are kept."""
+    return place.artifacts / f"{suite}.calls.json"
+
+
+def report(place: Place, docs: Path) -> None:
+    """The page and the plot, from the results that are there."""
+    results = Results.read(place.results)
+    ours = {s.artifact: s for suite in SUITES for s in suite.systems if s.peer == OURS}
+    paths = {name: place.model(system) for name, system in ours.items()}
+    works = {name: read_work(path) for name, path in paths.items() if path.exists()}
+    profiles = {}
+    for name, label, title in PROFILED:
+        path = calls_file(place, name)
+        suite = SUITE[name]
+        artifact = next(s.artifact for s in suite.systems if (s.peer, s.label) == (OURS, label))
+        if path.exists():
+            printed = json.loads(path.read_text(encoding="ascii"))
+            profiles[title] = (suite, artifact, printed)
+    kernels = all_kernels(results, works, profiles)
+    verdicts = [verdict(results, line, works) for line in LINES]
+    drawn = draw(results, verdicts, kernels, docs)
+    write_report(results, verdicts, works, kernels, docs / "performance.md", drawn)
+    if docs.resolve() == (ROOT / "docs").resolve():
+        write_readme(verdicts, ROOT / "README.md")
+    print(f"wrote {docs / 'performance.md'}")
+
+
+def main() -> int:
+    options = arguments()
+    peers = options.peers.resolve()
+    raw = (options.results or peers / "results.jsonl").resolve()
+    place = Place(peers, raw, not options.no_verify)
+    if not options.report_only:
+        run(options, place)
+    if not options.compile_only:
+        report(place, options.docs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""Runs the suites: systems in turn, one process for each measurement, results as JSON lines.
+
+In: suites, the peers' folder.  Out: lines appended to the results file, each one a process:
+``{"suite", "system", "round", "wall_s", ...what the runner printed}``, or with ``error``.
+Next file: ``results.py``.
+
+Artifacts are compiled first, and again when the compiler's sources have changed.  Before each round
+of a suite the machine's ceilings are measured at the suite's thread count, so that a figure and its
+ceiling are of the same minutes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.matrix import OURS, PEERS, Suite, System
+
+ROOT = Path(__file__).parent.parent
+CEILINGS = "ceilings"
+TIMEOUT_S = 240
+PLAIN_PYTHON = Path(sys.base_prefix) / "bin" / "python3"  # what a deployment host has
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where things are; ``gate`` is off for quick trials only."""
+
+    peers: Path
+    results: Path
+    gate: bool = True
+
+    @property
+    def artifacts(self) -> Path:
+        return self.peers / "artifacts"
+
+    def model(self, system: System) -> Path:
+        """What the runner opens."""
+        if system.peer == OURS:
+            return self.artifacts / system.artifact
+        return self.peers / "models" / system.model
+
+    def missing(self, system: System) -> str:
+        """What the system lacks, "" if nothing."""
+        venv = PEERS[system.peer].venv
+        if venv and not (self.peers / venv / "bin" / "python").exists():
+            return f"not installed ({venv})"
+        source = self.peers / "models" / system.model
+        return "" if source.exists() else f"no model {system.model}"
+
+    def command(self, system: System, suite: Suite) -> list[str]:
+        """One measurement."""
+        peer = PEERS[system.peer]
+        python = self.peers / peer.venv / "bin" / "python" if peer.venv else PLAIN_PYTHON
+        runner = ROOT / "bench" / "runners" / peer.runner
+        out = [str(python), str(runner), f"--model={self.model(system)}", *suite.arguments()]
+        if suite.keep_state and system.peer == "llama.cpp":
+            out.append(f"--state={self.peers / 'models' / system.model}.{suite.prompt}.kv")
+        return out
+
+
+def environment(threads: int) -> dict[str, str]:
+    """The same for every process."""
+    extra = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    extra |= {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}
+    return os.environ | extra | {"BENCH_START": repr(time.monotonic())}
+
+
+def measured(command: list[str], threads: int) -> dict[str, Any]:
+    """What the process printed, or its error."""
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command,
+            env=environment(threads),
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"more than {TIMEOUT_S} s", "wall_s": float(TIMEOUT_S)}
+    wall = round(time.monotonic() - start, 2)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        text = (done.stderr or done.stdout).strip()[-300:]
+        return {"error": f"exit code {done.returncode}: {text}", "wall_s": wall}
+    return {**json.loads(lines[-1]), "wall_s": wall}
+
+
+def append(place: Place, line: dict[str, Any]) -> None:
+    """One more line of results."""
+    with place.results.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def forget(place: Place, suites: Sequence[Suite]) -> None:
+    """Drops what is about to be measured again from the results."""
+    if not place.results.exists():
+        return
+    again = {(s.name, name) for s in suites for name in (CEILINGS, *(x.name for x in s.systems))}
+    lines = place.results.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [x for x in lines if (d := json.loads(x)) and (d["suite"], d["system"]) not in again]
+    place.results.write_text("".join(kept), encoding="utf-8")
+
+
+def build_ceilings(place: Place) -> Path:
+    """The program that measures the machine."""
+    source, binary = ROOT / "bench" / "ceilings.c", place.artifacts / "ceilings"
+    command = [sys.executable, "-m", "ziglang", "cc", "-O3", "-march=native", "-pthread"]
+    subprocess.run([*command, str(source), "-o", str(binary)], check=True)
+    return binary
+
+
+def sources_digest() -> str:
+    """Of everything that decides an artifact's content."""
+    digest = hashlib.sha256()
+    for folder in ("compiler", "targets", "templates", "runtime_stub"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                digest.update(path.relative_to(ROOT).as_posix().encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def compile_all(place: Place, systems: list[System]) -> None:
+    """Artifacts that are missing or older than the compiler; a failure is that system's error."""
+    sources = sources_digest()
+    for system in dict.fromkeys(s for s in systems if s.peer == OURS and not place.missing(s)):
+        out = place.model(system)
+        made_by = out.with_suffix(".digest")
+        if out.exists() and made_by.exists() and made_by.read_text(encoding="ascii") == sources:
+            continue
+        print(f"compiling {out.name}", flush=True)
+        command = [sys.executable, "-c", "from zerolayer.compiler.cli import main; main()"]
+        command += ["compile", str(place.peers / "models" / system.model), "--target", "host"]
+        command += [*system.options, "-o", str(out), *([] if place.gate else ["--no-verify"])]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if done.returncode:
+            print(f"  failed: {done.stderr.strip()[-300:]}", flush=True)
+            out.unlink(missing_ok=True)
+            continue
+        made_by.write_text(sources, encoding="ascii")
+
+
+def runs(suite: Suite, rounds: int) -> Iterator[tuple[int, System | None]]:
+    """A B C A B C; ``None`` is the ceilings."""
+    for index in range(rounds):
+        yield index, None
+        for system in suite.systems:
+            yield index, system
+
+
+def measure(place: Place, suite: Suite, rounds: int, ceilings: Path) -> None:
+    """Every run of a suite."""
+    for index, system in runs(suite, rounds):
+        line: dict[str, Any] = {"suite": suite.name, "round": index}
+        if system is None:
+            line["system"] = CEILINGS
+            line |= measured([str(ceilings), str(suite.threads)], suite.threads)
+        else:
+            line["system"] = system.name
+            missing = place.missing(system)
+            if missing:
+                line["error"] = missing
+            else:
+                line |= measured(place.command(system, suite), suite.threads)
+        append(place, line)
+        print(f"{suite.name} {index} {line['system']}: {brief(suite, line)}", flush=True)
+
+
+def brief(suite: Suite, line: dict[str, Any]) -> str:
+    """One result for the terminal."""
+    if "error" in line:
+        return str(line["error"]).replace("\n", " ")[:200]
+    if line["system"] == CEILINGS:
+        return f"{line['read_memory']} GB/s, int8 {line.get('int8', '-')} GOP/s"
+    decode = suite.batch * suite.new / line["decode_s"]
+    prefill = line["prefill_s"]
+    first = f", prefill {suite.batch * suite.prompt / prefill:.0f}" if prefill else ""
+    return f"decode {decode:.1f}{first} tokens/s, first {line['first_token_s']:.2f} s"
+
+
+def profile(place: Place, suite: Suite, system: System) -> dict[str, Any]:
+    """One of our systems with each kernel call timed."""
+    return measured([*place.command(system, suite), "--calls"], suite.threads)

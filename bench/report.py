@@ -1,0 +1,288 @@
+"""``docs/performance.md``: the table, what it was measured on, how to measure it again.
+
+In: results, the artifacts' work, the plot's name.  Out: the page.  Next file: ``plot.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from bench.matrix import OURS, SUITES, Line, Suite, System
+from bench.results import SUITE, Results, Stat, Verdict, roof_part
+from bench.work import Work
+
+PAGE = Path(__file__).parent / "page.md"
+LINES_HEAD = (
+    "| work | ratio | required | met | achieved | ours | best peer |",
+    "|---|---|---|---|---|---|---|",
+)
+CEILINGS_HEAD = (
+    "| suite | memory read GB/s | 16 MiB read GB/s | int8 GOP/s | bf16 GFLOP/s | fp32 GFLOP/s "
+    "| clock GHz |",
+    "|---|---|---|---|---|---|---|",
+)
+SUITE_HEAD = (
+    "| system | n | decode tokens/s | % of read | prefill tokens/s | % of int8 peak "
+    "| start to first token s | peak MB |",
+    "|---|---|---|---|---|---|---|---|",
+)
+FUSION_HEAD = (
+    "| fusion | kernel calls a step | decode tokens/s | against conservative "
+    "| activation bytes a token | fewer |",
+    "|---|---|---|---|---|---|",
+)
+UNITS = {"decode": "tokens/s", "prefill": "tokens/s", "first_token": "s", "memory": "MB"}
+
+
+def number(name: str, value: float) -> str:
+    """A metric's value in its unit."""
+    if name == "memory":
+        return f"{value / 1e6:,.0f}"
+    if name == "first_token":
+        return f"{value:.3f}"
+    return f"{value:,.0f}" if value >= 200 else f"{value:.1f}"
+
+
+def cell(name: str, value: Stat | None) -> str:
+    """Median and range."""
+    if value is None:
+        return "-"
+    if value.n == 1:
+        return number(name, value.median)
+    low, high = number(name, value.low), number(name, value.high)
+    return f"{number(name, value.median)} ({low}-{high})"
+
+
+def percent(part: float | None) -> str:
+    """``87 %``."""
+    return "-" if part is None else f"{100 * part:.0f} %"
+
+
+def wanted(line: Line) -> str:
+    """What the line must reach."""
+    out = f"{line.at_least:g}x"
+    if line.roof_at_least:
+        out += f", {100 * line.roof_at_least:.0f} % of {ROOFS[line.roof]}"
+    if line.below:
+        out += f", < {line.below:g} s"
+    return out
+
+
+ROOFS = {"read_memory": "read", "int8": "int8 peak"}
+
+
+def verdict_row(v: Verdict) -> str:
+    """One line of the first table."""
+    line, unit = v.line, UNITS[v.line.metric]
+    sides = []
+    for side in (v.ours, v.peer):
+        if side is None:
+            sides.append("not measured")
+            continue
+        system, value = side
+        label = system.label if system.peer == OURS else system.name
+        sides.append(f"{cell(line.metric, value)} {unit}, {label}")
+    ratio = "-" if v.ratio is None else f"**{v.ratio:.2f}x**"
+    roof = "-" if v.roof is None else f"{percent(v.roof)} of {ROOFS[line.roof]}"
+    met = {None: "-", True: "yes", False: "no"}[v.met]
+    return f"| {line.work} | {ratio} | {wanted(line)} | {met} | {roof} | {sides[0]} | {sides[1]} |"
+
+
+def versions(results: Results) -> str:
+    """Peers and what built ours."""
+    known = [f"{peer}: {text}" for peer, text in sorted(results.versions().items())]
+    return "; ".join(known) or "no peer measured"
+
+
+def commit() -> str:
+    """The commit measured."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def machine() -> str:
+    """Processor, cores, caches, memory, kernel."""
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    fields = {
+        k.strip(): v.strip() for k, _, v in (line.partition(":") for line in info.splitlines())
+    }
+    caches = []
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind = ((index / n).read_text().strip() for n in ("level", "type"))
+        if kind != "Instruction":
+            caches.append(f"L{level} {(index / 'size').read_text().strip()}")
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    family, model = fields.get("cpu family"), fields.get("model")
+    name = f"{fields.get('model name')} (family {family}, model {model})"
+    virtual = ", virtual machine" if "hypervisor" in fields.get("flags", "") else ""
+    system = f"Linux {platform.release().split('-')[0]}, Python {platform.python_version()}"
+    return (
+        f"{name}, {os.cpu_count()} CPUs{virtual}, {', '.join(caches)}, "
+        f"{pages / 2**30:.0f} GiB; {system}"
+    )
+
+
+def ceilings(results: Results) -> list[str]:
+    """The measured limits by suite."""
+    keys = ("read_memory", "read_cache", "int8", "bf16", "fp32", "clock_ghz")
+    out = list(CEILINGS_HEAD)
+    for suite in SUITES:
+        values = [results.ceiling(suite.name, k) for k in keys]
+        if any(values):
+            cells = [
+                "-" if v is None else f"{v.median:.1f} ({v.low:.1f}-{v.high:.1f})" for v in values
+            ]
+            out.append(f"| {suite.title} | " + " | ".join(cells) + " |")
+    return out
+
+
+def suite_table(results: Results, suite: Suite, works: Mapping[str, Work]) -> list[str]:
+    """Every system of a suite."""
+    shape = f"prompt {suite.prompt}, {suite.new} decode steps, batch {suite.batch}"
+    out = [f"### {suite.title}", "", f"{shape}. Suite `{suite.name}`.", ""]
+    out += SUITE_HEAD
+    for system in suite.systems:
+        decode = results.stat(suite.name, system.name, "decode")
+        if decode is None:
+            continue
+        out.append(system_row(results, suite, system, decode, works.get(system.artifact)))
+    left_out = results.errors(suite.name)
+    if left_out:
+        why = "; ".join(f"{k}: {' '.join(v.split())[:120]}" for k, v in left_out.items())
+        out += ["", f"Not measured: {why}."]
+    return [*out, ""]
+
+
+def system_row(
+    results: Results, suite: Suite, system: System, decode: Stat, work: Work | None
+) -> str:
+    """One system of a suite."""
+    stats = {k: results.stat(suite.name, system.name, k) for k in UNITS}
+    mine = work if system.peer == OURS else None
+    roofs = []
+    for name, key in (("decode", "read_memory"), ("prefill", "int8")):
+        value = stats[name]
+        part = None
+        if value is not None:
+            part = roof_part(results, suite.name, name, mine, value.median, key)
+        roofs.append(percent(part))
+    cells = [cell(k, stats[k]) for k in UNITS]
+    row = [system.name, str(decode.n), cells[0], roofs[0], cells[1], roofs[1], *cells[2:]]
+    return "| " + " | ".join(row) + " |"
+
+
+def fusion_table(results: Results, works: Mapping[str, Work]) -> list[str]:
+    """Levels against conservative: time and activation bytes."""
+    suite = SUITE["fusion"]
+    base = suite.systems[0]
+    first = results.stat(suite.name, base.name, "decode")
+    base_work = works.get(base.artifact)
+    if first is None or base_work is None:
+        return []
+    out = list(FUSION_HEAD)
+    for system in suite.systems:
+        value, work = results.stat(suite.name, system.name, "decode"), works.get(system.artifact)
+        if value is None or work is None:
+            continue
+        moved = work.activation_bytes()
+        fewer = 1 - moved / base_work.activation_bytes()
+        out.append(
+            f"| {work.fusion} | {len(work.calls)} | {cell('decode', value)} | "
+            f"{value.median / first.median:.2f}x | {moved:,} | {percent(fewer)} |"
+        )
+    return out
+
+
+def calls_table(title: str, rows: list[dict[str, Any]], roof: str) -> list[str]:
+    """Kernels of one step."""
+    out = [
+        f"### {title}",
+        "",
+        f"| kernel | calls | us | share | GB/s | GOP/s | % of {roof} |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda r: -float(r["ns"])):
+        us, share = row["ns"] / 1e3, 100 * row["share"]
+        rates = f"{row['gbs']:.1f} | {row['gops']:.1f} | {percent(row['part'])}"
+        out.append(f"| {row['group']} | {row['count']} | {us:.0f} | {share:.1f} % | {rates} |")
+    return [*out, ""]
+
+
+def measured(results: Results) -> str:
+    """When, what, on what."""
+    today = datetime.now(timezone.utc).date().isoformat()
+    rounds = max((x["round"] + 1 for x in results.lines), default=0)
+    facts = (
+        f"Measured {today}, commit {commit()}, at most {rounds} processes of each system.",
+        f"Machine: {machine()}.",
+        f"Versions: {versions(results)}.",
+    )
+    return " ".join(facts)
+
+
+README_LINES = (
+    "decode, SmolLM2 Q4_1, same file, 2 threads",
+    "decode, SmolLM2, 4-bit, 2 threads",
+    "prefill, SmolLM2, 4-bit, 2 threads",
+    "decode, 1.1B, 4-bit, 2 threads",
+    "prefill, 1.1B, 4-bit, 2 threads",
+    "decode, batch 8, SmolLM2",
+    "start to first token, SmolLM2",
+    "peak memory, SmolLM2 Q4_1",
+)
+RATIOS = ("<!-- ratios -->\n", "<!-- end of ratios -->\n")
+
+
+def write_readme(verdicts: Sequence[Verdict], path: Path) -> None:
+    """The ratios between the README's two marks; as they were when nothing was measured."""
+    rows = [
+        f"| {v.line.work} | {v.ratio:.1f}x | {v.peer[0].name} |"
+        for v in verdicts
+        if v.ratio is not None and v.peer is not None and v.line.work in README_LINES
+    ]
+    before, found, rest = path.read_text(encoding="utf-8").partition(RATIOS[0])
+    _old, ended, after = rest.partition(RATIOS[1])
+    if rows and found and ended:
+        table = "\n".join(["| work | ratio | best peer |", "|---|---|---|", *rows])
+        path.write_text(f"{before}{RATIOS[0]}{table}\n{RATIOS[1]}{after}", encoding="utf-8")
+
+
+def write_report(
+    results: Results,
+    verdicts: Sequence[Verdict],
+    works: Mapping[str, Work],
+    kernels: Mapping[str, list[dict[str, Any]]],
+    path: Path,
+    plot: str,
+) -> None:
+    """The page; ``kernels`` is title -> rows (:func:`bench.kernels.all_kernels`)."""
+    suites = [s for s in SUITES if any(x["suite"] == s.name for x in results.lines)]
+    times = [
+        row
+        for title, rows in kernels.items()
+        for row in calls_table(title, rows, "int8 peak" if "prefill" in title else "read")
+    ]
+    picture = "![Achieved against the machine's limits, per kernel and per model]"
+    parts = {
+        "measured": [measured(results)],
+        "lines": [*LINES_HEAD, *(verdict_row(v) for v in verdicts)],
+        "plot": [f"{picture}({plot}.png)", "", f"[The same as SVG]({plot}.svg)."] if plot else [],
+        "fusion": fusion_table(results, works),
+        "ceilings": ceilings(results),
+        "suites": [row for suite in suites for row in suite_table(results, suite, works)],
+        "kernels": times,
+    }
+    if not results.lines:
+        parts = {name: [] for name in parts}
+    page = PAGE.read_text(encoding="utf-8")
+    for name, rows in parts.items():
+        text = "\n".join(rows).strip() or "Not measured."
+        page = page.replace(f"<!-- insert: {name} -->", text)
+    path.write_text(page, encoding="utf-8")

@@ -1,0 +1,97 @@
+"""Measures an artifact through its own loader; see ``common.py`` for what goes in and out.
+
+Runs in a plain Python, with nothing but the artifact on the path, as a deployment host does.
+``--calls`` adds the nanoseconds of each kernel call of a decode step and of a prefill step.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import common
+
+OPTIONS = common.arguments()
+sys.path.insert(0, OPTIONS.model)
+
+from zerolayer_stub.session import Session  # type: ignore[import-not-found] # noqa: E402
+from zerolayer_stub.step import SamplingParams, StepBatch  # type: ignore[import-not-found] # noqa: E402
+
+ROW = (SamplingParams(), 0, array("i"))
+
+
+class Runner:
+    """Sequences with their own blocks, straight through the driver."""
+
+    def __init__(self, session: Any, options: Any) -> None:
+        limits = session.limits()
+        self.limit = min(512, limits.max_tokens)
+        self.block = limits.block_size
+        self.each = session.memory.blocks_for(options.prompt + options.new + 2)
+        self.engine = session.start(self.each * options.batch, options.threads)
+
+    def table(self, sequence: int, positions: int) -> array[int]:
+        """The blocks that hold the first ``positions`` of a sequence."""
+        first = sequence * self.each
+        return array("i", range(first, first + -(-positions // self.block)))
+
+    def prefill(self, sequences: Sequence[Sequence[int]], timed: bool = False) -> list[int]:
+        """The next token of each sequence."""
+        out: list[int] = []
+        for step in common.chunks(sequences, self.limit):
+            batch = StepBatch()
+            for s, at, part in step:
+                end = at + len(part)
+                row = ROW if end == len(sequences[s]) else None
+                batch.add(array("i", part), at, self.table(s, end), row)
+            out += self.engine.step(batch, timed=timed)[: len(batch.rows)]
+        return out
+
+    def decode(self, tokens: Sequence[int], position: int, timed: bool = False) -> list[int]:
+        """One more token of each sequence."""
+        batch = StepBatch()
+        for s, token in enumerate(tokens):
+            batch.add(array("i", (token,)), position, self.table(s, position + 1), ROW)
+        return list(self.engine.step(batch, timed=timed)[: len(tokens)])
+
+
+def median_calls(runs: list[list[int]]) -> list[int]:
+    """Median nanoseconds of each call."""
+    return [sorted(column)[len(column) // 2] for column in zip(*runs, strict=True)]
+
+
+def timed_calls(runner: Runner, options: Any, tokens: list[int]) -> dict[str, list[int]]:
+    """Nanoseconds of each call, in the manifest's order."""
+    prefill, decode = [], []
+    for _ in range(5):
+        runner.prefill([common.prompt_ids(min(options.prompt, runner.limit))], timed=True)
+        prefill.append(list(runner.engine.call_ns))
+    for _ in range(15):
+        runner.decode(tokens, options.prompt, timed=True)
+        decode.append(list(runner.engine.call_ns))
+    return {"prefill_ns": median_calls(prefill), "decode_ns": median_calls(decode)}
+
+
+def main() -> None:
+    session = Session(OPTIONS.model)
+    session.require_hardware()
+    runner = Runner(session, OPTIONS)
+    runner.prefill([common.prompt_ids(common.SHORT_PROMPT)])
+    first = common.since_start()
+    start = time.perf_counter()
+    tokens = runner.prefill(common.prompts(OPTIONS))
+    prefill = time.perf_counter() - start
+    ids = [tokens[0]]
+    start = time.perf_counter()
+    for i in range(OPTIONS.new):
+        tokens = runner.decode(tokens, OPTIONS.prompt + i)
+        ids.append(tokens[0])
+    decode = time.perf_counter() - start
+    calls = timed_calls(runner, OPTIONS, tokens) if OPTIONS.calls else {}
+    common.report("", first_token_s=first, prefill_s=prefill, decode_s=decode, ids=ids, **calls)
+
+
+main()

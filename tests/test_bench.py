@@ -1,0 +1,125 @@
+"""The comparison's arithmetic, on results made by hand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT / "bench" / "runners"))
+
+import common  # noqa: E402
+
+from bench import prepare, report, results  # noqa: E402
+from bench.matrix import LINES, SUITES, Line  # noqa: E402
+from bench.work import Work, work  # noqa: E402
+
+MANIFEST: dict[str, Any] = {
+    "memory": {"kv_bytes_per_token": 512},
+    "options": {"fusion": "balanced"},
+    "quantization": [{"stored_format": "Q4_0"}],
+    "entry_points": [
+        {
+            "name": "step",
+            "calls": [
+                {"name": "layers.0.attn.qkv", "layer": 0, "op": "QkvRopeCache", "rows": "T",
+                 "weight_bytes": 3000, "activation_bytes_per_row": 40, "flops_per_row": 6000},
+                {"name": "layers.0.attn.attention", "layer": 0, "op": "PagedAttention", "rows": "T",
+                 "weight_bytes": 0, "activation_bytes_per_row": 60, "flops_per_row": 100},
+                {"name": "logits", "layer": None, "op": "Linear", "rows": "R",
+                 "weight_bytes": 7000, "activation_bytes_per_row": 0, "flops_per_row": 14000},
+            ],
+        }
+    ],
+}  # fmt: skip
+
+
+def process(system: str, index: int, **values: float) -> dict[str, Any]:
+    """What one run of the first suite (512 tokens, 128 steps) leaves behind."""
+    usual = {"decode_s": 1.0, "prefill_s": 1.0, "first_token_s": 1.0, "peak_rss_bytes": 1e6}
+    return {"suite": "smollm2-2", "system": system, "round": index, **usual, **values}
+
+
+@pytest.fixture
+def measured() -> results.Results:
+    ours = [process("zerolayer Q4_1", i, decode_s=t) for i, t in enumerate((0.5, 0.4, 8.0))]
+    slow = [process("llama.cpp Q4_1", i, decode_s=t) for i, t in enumerate((2.0, 1.0, 4.0))]
+    fast = [process("OpenVINO int4", i, decode_s=0.8, first_token_s=4.0) for i in range(3)]
+    roof = [{"suite": "smollm2-2", "system": "ceilings", "round": 0, "read_memory": 1e-2}]
+    failed = [{"suite": "smollm2-2", "system": "ONNX Runtime int4", "round": 0, "error": "no"}]
+    return results.Results([*ours, *slow, *fast, *roof, *failed])
+
+
+def test_a_step_reads_its_weights_once_and_each_sequences_cache() -> None:
+    assert work(MANIFEST).decode_bytes(10, batch=3) == 3000 + 7000 + 3 * 10 * 512
+
+
+def test_a_prompt_computes_attention_over_half_of_itself_and_logits_once() -> None:
+    attention = 100 * (1 + 2 + 3 + 4)  # the first token sees one position, the last all four
+    assert work(MANIFEST).prefill_operations(4) == 4 * 6000 + attention + 14000
+
+
+def test_medians_and_ranges(measured: results.Results) -> None:
+    value = measured.stat("smollm2-2", "zerolayer Q4_1", "decode")
+    assert value == results.Stat(128 / 0.5, 128 / 8.0, 128 / 0.4, 3)
+
+
+def test_a_line_names_the_best_peer_and_the_part_of_the_ceiling(measured: results.Results) -> None:
+    line = Line("decode", "smollm2-2", "decode", 1.5, (4,), roof="read_memory")
+    works: dict[str, Work] = {"smollm2-135m-q4_1.zla": work(MANIFEST)}
+    v = results.verdict(measured, line, works)
+    assert v.peer is not None and v.peer[0].name == "OpenVINO int4"
+    assert v.ratio == pytest.approx(0.8 / 0.5)
+    # 256 tokens/s, each 10000 bytes of weights and 576 positions of cache, of 1e7 bytes a second
+    assert v.roof == pytest.approx(256 * (10000 + 576 * 512) / 1e7)
+    assert v.met is True
+
+
+def test_of_seconds_less_is_better(measured: results.Results) -> None:
+    v = results.verdict(measured, Line("start", "smollm2-2", "first_token", 3.0), {})
+    assert v.peer is not None and v.peer[0].name == "llama.cpp Q4_1"
+    assert (v.ratio, v.met) == (1.0, False)
+
+
+def test_what_was_not_measured_is_named(measured: results.Results) -> None:
+    assert measured.errors("smollm2-2") == {"ONNX Runtime int4": "no"}
+    v = results.verdict(measured, Line("decode", "fusion", "decode", 1.0), {})
+    assert (v.ratio, v.met, v.ours) == (None, None, None)
+
+
+def test_every_line_compares_us_with_a_peer() -> None:
+    for line in LINES:
+        suite = next(s for s in SUITES if s.name == line.suite)
+        peers = {s.peer == "zerolayer" for s in suite.systems if results.allowed(line, s)}
+        assert peers == {True, False}, line.work
+
+
+def test_chunks_fill_steps_and_keep_order() -> None:
+    steps = list(common.chunks([[1, 2, 3], [4, 5]], 2))
+    assert steps == [[(0, 0, [1, 2])], [(0, 2, [3]), (1, 0, [4])], [(1, 1, [5])]]
+
+
+def test_rows_of_rotations_there_and_back() -> None:
+    rows = np.arange(8)[:, None]  # two heads of four rows
+    assert prepare.pairs(rows, 2).ravel().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert (prepare.halves(prepare.pairs(rows, 2), 2) == rows).all()
+
+
+def test_the_readme_has_the_ratios_between_its_marks(
+    measured: results.Results, tmp_path: Path
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("a\n<!-- ratios -->\nold\n<!-- end of ratios -->\nz\n", encoding="utf-8")
+    verdicts = [results.verdict(measured, line, {}) for line in LINES]
+    report.write_readme(verdicts, readme)
+    text = readme.read_text(encoding="utf-8")
+    assert "| decode, SmolLM2 Q4_1, same file, 2 threads | 4.0x | llama.cpp Q4_1 |" in text
+    assert "old" not in text and text.startswith("a\n") and text.endswith("z\n")
+    assert set(report.README_LINES) <= {line.work for line in LINES}
+    marks = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(mark in marks for mark in report.RATIOS)
