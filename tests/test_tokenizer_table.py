@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import loader_fake
 import pytest
 import text_corpus
 from hypothesis import given, settings
@@ -249,3 +252,39 @@ def test_demo_tokenizer(smollm2_gguf: Path) -> None:
         ids = ids_of(library, text)
         assert table.encode(text) == ids and table.decode(ids) == library.decode(ids), text
     assert table.special_id("<|im_end|>") == 2 and table.special_id("a") is None
+
+
+def test_text_on_the_way_to_the_first_token_imports_little(tmp_path: Path) -> None:
+    """No library, no regular expressions, no JSON package; each source is compiled once."""
+    raw = loader_fake.tokenizer_json().replace(b'"use_regex":false', b'"use_regex":true')
+    table = build_table(raw)
+    assert isinstance(table, TokenizerTable)
+    out = loader_fake.build(
+        tmp_path / "x.zla",
+        members={"tokenizer.json": raw, "tokenizer.bin": table.data},
+        vendor=False,
+        tokenizer={"table": dict(table.settings)},
+    )
+    program = (
+        "import runpy, sys\n"
+        "compiled = []\n"
+        "def hook(event, args):\n"
+        "    if event == 'compile' and 'zerolayer_stub' in str(args[1]): compiled.append(args[1])\n"
+        "sys.addaudithook(hook)\n"
+        "sys.argv = ['x', 'generate', '--raw', '-n', '4', 'Paris <eos>']\n"
+        f"try: runpy.run_path({str(out)!r}, run_name='__main__')\n"
+        "except SystemExit as e: assert e.code == 0, e.code\n"
+        "print(len(compiled), len(compiled) - len(set(compiled)))"
+    )
+    flags = [sys.executable, "-I", "-S"]
+    twice = subprocess.run([*flags, "-c", program], check=True, capture_output=True, timeout=60)
+    sources, again = map(int, twice.stdout.splitlines()[-1].split())
+    assert sources > 10 and again == 0
+    command = [*flags, "-X", "importtime", str(out), "generate", "--raw", "-n", "4", "Paris <eos>"]
+    run = subprocess.run(command, check=True, capture_output=True, timeout=60)
+    modules = {line.rpartition("|")[2].strip() for line in run.stderr.decode().splitlines()}
+    assert "zerolayer_stub.bytelevel" in modules
+    assert not modules & {"re", "json", "enum", "tokenizers.tokenizers", "zerolayer_stub.template"}
+    ids = loader_fake.expected([loader_fake.BOS, *b"Paris ", loader_fake.EOS], 4)
+    wanted = bytes(i for i in ids if i < 256).decode("utf-8", "replace").encode()
+    assert run.stdout.rstrip(b"\n") == wanted.rstrip(b"\n")

@@ -25,7 +25,7 @@ from zerolayer.runtime_stub import bytelevel
 from zerolayer.runtime_stub.errors import ZerolayerError
 
 FILE = "tokenizer.bin"
-MAX_CHARS = 65536  # above, the library's start costs less than the table's slower loop
+MAX_CHARS = 1 << 20  # above, the library's start costs less than the table's slower loop
 _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
