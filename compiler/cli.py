@@ -148,7 +148,8 @@ def _progress() -> Iterator[Progress]:
     if sys.stderr.isatty():
         with RichProgress() as bars:
             yield bars
-        print(file=sys.stderr)
+        if bars.timings:
+            print(file=sys.stderr)
     else:
         yield PlainProgress()
 
