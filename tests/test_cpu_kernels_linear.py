@@ -78,8 +78,9 @@ def bundle(x: Any) -> tuple[Any, Any, Any]:
     t, k = x.shape
     g = x.reshape(t, k // 32, 32)
     scale = (np.abs(g).max(axis=2) / np.float32(127)).astype(np.float32)
-    safe = np.where(scale == 0, np.float32(1), scale)
-    q = np.clip(np.rint(g / safe[:, :, None]), -127, 127).astype(np.int8)
+    tiny = scale < np.finfo(np.float32).tiny
+    inverse = np.where(tiny, np.float32(0), np.float32(1) / np.where(tiny, np.float32(1), scale))
+    q = np.clip(np.rint(g * inverse[:, :, None]), -127, 127).astype(np.int8)
     sums = (q.reshape(t, k // 32, 2, 16).astype(np.int32).sum(axis=3) * scale[:, :, None]).astype(
         np.float32
     )

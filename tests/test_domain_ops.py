@@ -64,8 +64,8 @@ def int8_of(x: np.ndarray) -> list[np.ndarray]:
             block = x[i, 32 * b : 32 * b + 32]
             s = np.float32(np.abs(block).max() / np.float32(127))
             scale[i, b] = s
-            if s != 0:
-                q[i, 32 * b : 32 * b + 32] = np.rint(block / s)
+            if s >= np.finfo(np.float32).tiny:
+                q[i, 32 * b : 32 * b + 32] = np.rint(block * (np.float32(1) / s))
             for h in range(2):
                 at = 32 * b + 16 * h
                 sums[i, 2 * b + h] = s * np.float32(q[i, at : at + 16].astype(np.int32).sum())

@@ -48,15 +48,16 @@ def _reshape(b: Body, x: Val, shape: Val) -> Val:
 
 
 def quantize_int8(b: Body, x: Val) -> Outputs:
-    """``scale = max|x| / 127`` per 32 columns, ``q = round_half_even(x / scale)``, sums per 16.
+    """``scale = max|x| / 127`` per 32 columns, ``q = round_half_even(x * (1 / scale))``, sums per
+    16; q is 0 where scale is below the normal range of float32.
 
     Any number of leading dimensions: [.., K] -> q [.., K], scale [.., K/32], sums [.., K/16].
     """
     blocks = x.reshape(-1, 32)
     scale = b.op("ReduceMax", b.op("Abs", blocks), b.ints(1), keepdims=1) / 127.0
-    zero = scale.compare("Equal", 0.0)
-    q = b.op("Round", blocks / b.where(zero, 1.0, scale))
-    q = b.op("Clip", b.where(zero, 0.0, q), b.const(-127.0), b.const(127.0))
+    tiny = scale.compare("Less", 2.0**-126)
+    inverse = b.where(tiny, 0.0, b.op("Reciprocal", b.where(tiny, 1.0, scale)))
+    q = b.op("Clip", b.op("Round", blocks * inverse), b.const(-127.0), b.const(127.0))
     sums = b.op("ReduceSum", q.reshape(-1, 2, 16), b.ints(2), keepdims=0) * scale
     rows = _like(b, x)
     return [

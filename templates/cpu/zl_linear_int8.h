@@ -73,20 +73,26 @@ ZL_KERNEL void zl_dot_int8(int format, int MT, zl_bundle a, int64_t first, int64
     zl_block b;
     zl_block_load(format, w, kb, &b);
     zl_prefetch_block(format, w, kb);
+    /* columns outside, tokens inside: MT independent chains hide the latency of the products */
+    v16i p[8][2];
+    ZL_UNROLL
+    for (int m = 0; m < MT; m++) p[m][0] = p[m][1] = (v16i){0};
+    ZL_UNROLL
+    for (int j = 0; j < 8; j++) {
+      const int half = zl_scale_cols(format) == 32 ? 0 : j / 4;
+      ZL_UNROLL
+      for (int m = 0; m < MT; m++)
+        p[m][half] = zl_dot4(format, p[m][half], b.code[j], zl_repeat4(q + m * K + kb * 32 + 4 * j));
+    }
     ZL_UNROLL
     for (int m = 0; m < MT; m++) {
-      const int8_t *x = q + m * K + kb * 32;
       const float s = scale[m * KB + kb], *sum = sums + (m * KB + kb) * 2;
-      v16i p[2] = {{0}, {0}};
+      v16f f = zl_to_float(p[m][0]) * b.scale[0];
       if (zl_scale_cols(format) == 32) {
-        ZL_UNROLL
-        for (int j = 0; j < 8; j++) p[0] = zl_dot4(format, p[0], b.code[j], zl_repeat4(x + 4 * j));
-        acc[m] = zl_fma(zl_to_float(p[0]) * b.scale[0], zl_set(s), acc[m]);
+        acc[m] = zl_fma(f, zl_set(s), acc[m]);
         acc[m] = zl_fma(b.min[0], zl_set(sum[0] + sum[1]), acc[m]);
       } else {
-        ZL_UNROLL
-        for (int j = 0; j < 8; j++) p[j / 4] = zl_dot4(format, p[j / 4], b.code[j], zl_repeat4(x + 4 * j));
-        v16f f = zl_fma(zl_to_float(p[1]), b.scale[1], zl_to_float(p[0]) * b.scale[0]);
+        f = zl_fma(zl_to_float(p[m][1]), b.scale[1], f);
         acc[m] = zl_fma(f, zl_set(s), acc[m]);
         acc[m] = zl_fma(b.min[0], zl_set(sum[0]), acc[m]);
         acc[m] = zl_fma(b.min[1], zl_set(sum[1]), acc[m]);
