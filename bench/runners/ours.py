@@ -10,15 +10,19 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import common
 
 OPTIONS = common.arguments()
 sys.path.insert(0, OPTIONS.model)
 
-from zerolayer_stub.session import Session  # type: ignore[import-not-found] # noqa: E402
-from zerolayer_stub.step import SamplingParams, StepBatch  # type: ignore[import-not-found] # noqa: E402
+if TYPE_CHECKING:  # the loader in the artifact is a copy of this one
+    from zerolayer.runtime_stub.session import Session
+    from zerolayer.runtime_stub.step import SamplingParams, StepBatch
+else:
+    from zerolayer_stub.session import Session
+    from zerolayer_stub.step import SamplingParams, StepBatch
 
 ROW = (SamplingParams(), 0, array("i"))
 
@@ -26,7 +30,7 @@ ROW = (SamplingParams(), 0, array("i"))
 class Runner:
     """Sequences with their own blocks, straight through the driver."""
 
-    def __init__(self, session: Any, options: Any) -> None:
+    def __init__(self, session: Session, options: Any) -> None:
         limits = session.limits()
         self.limit = min(512, limits.max_tokens)
         self.block = limits.block_size
@@ -77,7 +81,7 @@ def timed_calls(runner: Runner, options: Any, tokens: list[int]) -> dict[str, li
 
 def main() -> None:
     session = Session(OPTIONS.model)
-    session.require_hardware()
+    session.require_host()
     runner = Runner(session, OPTIONS)
     runner.prefill([common.prompt_ids(common.SHORT_PROMPT)])
     first = common.since_start()
