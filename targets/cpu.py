@@ -172,6 +172,7 @@ class _Module:
                     "rows": self.symbol(call.rows),
                     "operands": ", ".join(map(str, operands)),
                     "first": first,
+                    "solo": int(_is_solo(call)),
                 }
             )
             first += len(operands)
@@ -191,6 +192,25 @@ class _Module:
                 if name in taps:
                     out[-1]["tap"] = self.operand(name)
         return out
+
+
+#: kernels that split their work by rows only, and the widest row that one thread does at once
+_BY_ROWS = frozenset(
+    {
+        "Add", "Div", "Embed", "Gather", "Gelu", "LayerNormQuantizeInt8", "LayerNormalization",
+        "Mul", "QuantizeInt8", "RMSNormalization", "Relu", "RmsNormQuantizeInt8", "RopeTable",
+        "Sub", "Swish",
+    }
+)  # fmt: skip
+_SOLO_WIDTH = 16384
+
+
+def _is_solo(call: KernelCall) -> bool:
+    """Whether a call over one row is work for one thread.  On a team that stays together, the
+    thread that ends the phase before it runs it at once."""
+    width = dict(call.constants).get("C", dict(call.constants).get("rotary_dim"))
+    row = _BY_ID[call.row]
+    return row.op in _BY_ROWS and isinstance(width, int) and width <= _SOLO_WIDTH
 
 
 def _comment(text: str) -> str:

@@ -106,6 +106,22 @@ static inline void zl_team_barrier(zl_team *team) {
   }
 }
 
+/* The same, but the last to arrive runs fn(arg) before anyone goes on: work for one thread costs no barrier of its own. */
+static inline void zl_team_barrier_with(zl_team *team, void (*fn)(void *), void *arg) {
+  if (team->n_threads == 1) {
+    fn(arg);
+    return;
+  }
+  uint32_t seen = atomic_load_explicit(&team->phase.value, memory_order_relaxed);
+  if (atomic_fetch_add(&team->arrived, 1u) + 1u == (uint32_t)team->n_threads) {
+    fn(arg);
+    atomic_store_explicit(&team->arrived, 0u, memory_order_relaxed);
+    zl_gate_open(&team->phase);
+  } else {
+    zl_gate_wait(&team->phase, seen, ZL_SPIN_PHASE);
+  }
+}
+
 static void zl_worker_pin(const zl_team *team, int32_t thread) {
   if (team->n_cpus <= 0) return;
   int32_t cpu = team->cpus[thread % team->n_cpus];
@@ -130,6 +146,16 @@ static void *zl_worker_main(void *p) {
     if (atomic_fetch_add(&team->finished, 1u) + 1u == (uint32_t)team->n_threads - 1u)
       zl_gate_open(&team->done);
   }
+}
+
+/* A stack of its own size: kernels keep tiles there, and the host's limit may be small. */
+static int zl_worker_start(zl_worker *w) {
+  pthread_attr_t attr;
+  if (pthread_attr_init(&attr) != 0) return -1;
+  int status = pthread_attr_setstacksize(&attr, 2u << 20);
+  if (status == 0) status = pthread_create(&w->id, &attr, zl_worker_main, w);
+  pthread_attr_destroy(&attr);
+  return status;
 }
 
 /* Runs fn(arg, thread) on every thread of the team and returns when all have returned.  One caller at a time. */
@@ -175,7 +201,7 @@ static inline int32_t zl_team_create(int32_t n_threads, const int32_t *cpus, int
   if (n_cpus) memcpy(team->cpus, cpus, (size_t)n_cpus * sizeof(int32_t));
   for (int32_t i = 1; i < n_threads; i++) {
     team->workers[i] = (zl_worker){team, i, 0};
-    if (pthread_create(&team->workers[i].id, NULL, zl_worker_main, &team->workers[i]) != 0) {
+    if (zl_worker_start(&team->workers[i]) != 0) {
       zl_team_destroy(team);
       return ZL_NO_THREADS;
     }
