@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
+from importlib import metadata, resources
 from pathlib import Path
 
 #: bump when the meaning of an entry changes; part of every key
@@ -61,6 +61,22 @@ def tool_versions() -> Mapping[str, str]:
         except metadata.PackageNotFoundError:
             versions[name] = "absent"
     return versions
+
+
+@functools.cache
+def compiler_digest() -> str:
+    """A hash of the compiler's own sources: a changed compiler trusts no earlier verdict."""
+    digest = hashlib.sha256()
+    pending = [
+        resources.files(f"zerolayer.{name}") for name in ("compiler", "targets", "runtime_stub")
+    ]
+    while pending:
+        for entry in sorted(pending.pop().iterdir(), key=lambda e: e.name):
+            if entry.is_dir():
+                pending.append(entry)
+            elif entry.name.endswith(".py"):
+                digest.update(entry.name.encode() + b"\0" + entry.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def open_lock(path: Path, timeout_s: float) -> int | None:

@@ -10,7 +10,10 @@ return.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,9 +34,10 @@ from .artifact.manifest import (
     header_text,
     tokenizer_members,
 )
+from .artifact.tokenizer_table import TokenizerTable, build_table, decode_table, encode_table
 from .artifact.vendor import Vendor, collect_vendor
 from .artifact.writer import WrittenWeights, write_artifact
-from .cache import CompileCache
+from .cache import CompileCache, compiler_digest
 from .frontends import load_model
 from .frontends.config import LoadedModel
 from .lower.lower import LowerOptions, lower
@@ -118,7 +122,7 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         binaries = family.build(
             program, request.target, cache=_noted(cache, stage), work_dir=cache.directory
         )
-    vendor = collect_vendor(request.target.requires.arch) if model.tokenizer else Vendor((), ())
+    text = _text_parts(model, request.target, cache)
     manifest_inputs = ManifestInputs(
         name=model.name,
         program=program,
@@ -130,19 +134,20 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         config=model.config,
         parameters=model.parameters,
         tokenizer=model.tokenizer,
+        table=text.table,
         kernels=binaries.kernels,
         roofline=predicted.as_dict(calls=True),
         quantization=_quantization(program, graph, model),
-        vendor=vendor.packages,
+        vendor=text.vendor.packages,
         licenses=tuple(name for name, _ in model.licenses),
         code=binaries.entry,
         code_extra=binaries.extra,
     )
     members: dict[str, bytes] = {
-        **loader_members(),
+        **_loader(cache),
         **binaries.files,
-        **dict(vendor.members),
-        **tokenizer_members(model.tokenizer),
+        **dict(text.vendor.members),
+        **tokenizer_members(model.tokenizer, text.table),
         **{f"licenses/model/{name}": data for name, data in model.licenses},
     }
     gate = GateInputs(
@@ -194,6 +199,44 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         warnings=warnings.lines(),
         timings=_separate(progress.timings),
     )
+
+
+@dataclass(frozen=True)
+class _TextParts:
+    """What turns text into ids on the host: vendored packages, and the tokenizer's table or why
+    there is none."""
+
+    vendor: Vendor
+    table: TokenizerTable | str
+
+
+def _text_parts(model: LoadedModel, target: Target, cache: CompileCache) -> _TextParts:
+    if model.tokenizer is None:
+        return _TextParts(Vendor((), ()), "")
+    raw = model.tokenizer.tokenizer_json
+    parts: dict[str, str | bytes] = {
+        "what": "tokenizer table",
+        "tokenizer": hashlib.sha256(raw).hexdigest(),
+        "library": importlib.metadata.version("tokenizers"),
+        "compiler": compiler_digest(),
+    }
+    data, _ = cache.get_or_build(parts, lambda: encode_table(build_table(raw)))
+    return _TextParts(collect_vendor(target.requires.arch), decode_table(data))
+
+
+def _loader(cache: CompileCache) -> dict[str, bytes]:
+    """The loader's members; blanking comments takes longer than reading them back."""
+    parts: dict[str, str | bytes] = {
+        "what": "loader",
+        "python": sys.version,
+        "compiler": compiler_digest(),
+    }
+
+    def build() -> bytes:
+        return json.dumps({n: d.decode("utf-8") for n, d in loader_members().items()}).encode()
+
+    data, _ = cache.get_or_build(parts, build)
+    return {name: text.encode("utf-8") for name, text in json.loads(data).items()}
 
 
 def _choose(request: CompileRequest, model: LoadedModel) -> _Choices:

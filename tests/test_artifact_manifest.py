@@ -212,7 +212,7 @@ def _write(out: Path, inputs: ManifestInputs, **members: bytes) -> dict[str, Any
         members={
             "__main__.py": b"",
             inputs.code: b"\x7fELF",
-            **tokenizer_members(inputs.tokenizer),
+            **tokenizer_members(inputs.tokenizer, inputs.table),
             **members,
         },
         weights=[

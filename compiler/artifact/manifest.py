@@ -22,7 +22,7 @@ from zerolayer.targets.facts import Target
 from zerolayer.targets.program import Buffer, BufferKind, EntryPoint, KernelCall, Program
 
 from .tokenizer_table import FILE as TABLE_FILE
-from .tokenizer_table import TokenizerTable, build_table
+from .tokenizer_table import TokenizerTable
 from .vendor import VendorPackage
 
 #: keys of the writer
@@ -61,6 +61,7 @@ class ManifestInputs:
     config: ModelConfig | None = None
     parameters: int = 0
     tokenizer: TokenizerAssets | None = None
+    table: TokenizerTable | str = ""  # or why there is none
     kernels: Sequence[Mapping[str, Any]] = ()
     roofline: Mapping[str, Any] | None = None
     quantization: Sequence[TensorQuantization] = ()
@@ -102,7 +103,7 @@ def build_manifest(inputs: ManifestInputs) -> dict[str, Any]:
         ],
         "numerics": dict(inputs.numerics) if inputs.numerics else {"status": "not run"},
         "roofline": dict(inputs.roofline or {}),
-        "tokenizer": _tokenizer(inputs.tokenizer),
+        "tokenizer": _tokenizer(inputs.tokenizer, inputs.table),
         "golden": "golden.json" if inputs.golden else None,
         "vendor": [p.as_dict() for p in inputs.vendor],
         "tools": dict(inputs.tools),
@@ -197,14 +198,15 @@ def _buffer(buffer: Buffer) -> dict[str, Any]:
     }
 
 
-def _tokenizer(assets: TokenizerAssets | None) -> dict[str, Any] | None:
+def _tokenizer(
+    assets: TokenizerAssets | None, table: TokenizerTable | str
+) -> dict[str, Any] | None:
     if assets is None:
         return None
-    table = build_table(assets.tokenizer_json)
     return {
         "file": "tokenizer.json",
         "table": dict(table.settings) if isinstance(table, TokenizerTable) else None,
-        "table_missing": table if isinstance(table, str) else None,
+        "table_missing": (table or None) if isinstance(table, str) else None,
         "chat_template": "chat_template.jinja" if assets.chat_template is not None else None,
         "bos_id": assets.bos_id,
         "eos_ids": list(assets.eos_ids),
@@ -215,12 +217,13 @@ def _tokenizer(assets: TokenizerAssets | None) -> dict[str, Any] | None:
     }
 
 
-def tokenizer_members(assets: TokenizerAssets | None) -> dict[str, bytes]:
-    """The members that ``manifest["tokenizer"]`` names."""
+def tokenizer_members(
+    assets: TokenizerAssets | None, table: TokenizerTable | str
+) -> dict[str, bytes]:
+    """The members that ``manifest["tokenizer"]`` names; ``table`` from ``build_table``."""
     if assets is None:
         return {}
     members = {"tokenizer.json": assets.tokenizer_json}
-    table = build_table(assets.tokenizer_json)
     if isinstance(table, TokenizerTable):
         members[TABLE_FILE] = table.data
     if assets.chat_template is not None:

@@ -54,6 +54,23 @@ class TokenizerTable:
     settings: Mapping[str, Any]
 
 
+def encode_table(table: TokenizerTable | str) -> bytes:
+    """For the compile cache: one line of JSON, then the member."""
+    if isinstance(table, str):
+        return json.dumps({"missing": table}).encode("ascii") + b"\n"
+    head = json.dumps({"settings": dict(table.settings)}).encode("ascii")
+    return head + b"\n" + table.data
+
+
+def decode_table(data: bytes) -> TokenizerTable | str:
+    """The inverse of :func:`encode_table`."""
+    head, _, member = data.partition(b"\n")
+    found = json.loads(head)
+    if "missing" in found:
+        return str(found["missing"])
+    return TokenizerTable(member, found["settings"])
+
+
 class _NotExact(Exception):
     """A feature that the table lacks."""
 

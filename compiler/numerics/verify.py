@@ -18,12 +18,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import metadata
 from typing import Any
 
 import numpy as np
 from zerolayer.compiler.artifact.writer import WrittenWeights
-from zerolayer.compiler.cache import CompileCache
+from zerolayer.compiler.cache import CompileCache, compiler_digest
 from zerolayer.compiler.frontends.config import LoadedModel
 from zerolayer.compiler.graph.execute import run_layerwise
 from zerolayer.compiler.graph.places import residual_taps
@@ -173,21 +173,6 @@ def _key(gate: GateInputs, written: WrittenWeights) -> dict[str, str | bytes]:
         "compiler": compiler_digest(),
         "reference": " ".join(f"{n} {metadata.version(n)}" for n in ("onnxruntime", "numpy")),
     }
-
-
-def compiler_digest() -> str:
-    """A hash of the compiler's own sources: a changed compiler trusts no earlier verdict."""
-    digest = hashlib.sha256()
-    pending = [
-        resources.files(f"zerolayer.{name}") for name in ("compiler", "targets", "runtime_stub")
-    ]
-    while pending:
-        for entry in sorted(pending.pop().iterdir(), key=lambda e: e.name):
-            if entry.is_dir():
-                pending.append(entry)
-            elif entry.name.endswith(".py"):
-                digest.update(entry.name.encode() + b"\0" + entry.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 @contextlib.contextmanager
