@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-from zerolayer.runtime_stub.errors import UnsupportedError, UsageError
+from zerolayer.runtime_stub.errors import UnsupportedError, UsageError, ZerolayerError
+from zerolayer.runtime_stub.template import bounded, compile_template
 from zerolayer.targets import families, roofline
 from zerolayer.targets.facts import Target
 from zerolayer.targets.kernels import KernelQuery, select
@@ -106,6 +107,7 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
     cache = CompileCache()
     with progress.stage("read model"):
         model = load_model(request.model)
+    _warn_template(model, warnings)
     choices = _choose(request, model)
     family = families.family(request.target.family)
     graph = _passes(request, choices, model, progress)
@@ -300,6 +302,20 @@ def _passes(
             check=request.check_passes,
             progress=lambda _name: stage.advance(1),
         )
+
+
+def _warn_template(model: LoadedModel, warnings: Warnings) -> None:
+    """A chat template that cannot even be read would fail on the host only."""
+    source = model.tokenizer.chat_template if model.tokenizer else None
+    if source is None:
+        return
+    try:
+        bounded(lambda: compile_template(source, model.name), model.name)
+    except ZerolayerError as e:
+        warnings.add(e.what)
+    except Exception as e:
+        why = (str(e).splitlines() or [type(e).__name__])[0][:200]
+        warnings.add(f"the chat template is damaged, the artifact needs --raw prompts: {why}")
 
 
 def _warn_not_quantized(graph: ir.Model, scheme: str, warnings: Warnings) -> None:

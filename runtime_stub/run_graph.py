@@ -126,18 +126,12 @@ def _check_indices(
             )
 
 
-def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
-    """Returns what ``--json`` prints."""
-    session.require_host()
-    entry = session.entry_point("run")
-    buffers = {b["name"]: b for b in session.manifest.get("buffers", ())}
+def _arrays(
+    session: Session, entry: dict[str, Any], buffers: dict[str, dict[str, Any]], files: list[str]
+) -> tuple[list[bytearray], list[bytearray], list[int], dict[str, tuple[int, ...]]]:
+    """(inputs, outputs, values of the symbols, shapes of the outputs), as the manifest has them."""
     bounds = dict(session.manifest.get("limits", {}).get("symbols", {}))
-    for name in (*entry["inputs"], *entry["outputs"]):
-        if buffers.get(name, {}).get("dtype") not in DTYPES:
-            raise IntegrityError(f"the manifest does not describe {name}", where=session.path)
-    if values["output_dir"] is not None and not os.path.isdir(values["output_dir"]):
-        raise UsageError("--output-dir is not a folder", where=values["output_dir"])
-    inputs, known = _read_inputs(session, entry, buffers, values["input"])
+    inputs, known = _read_inputs(session, entry, buffers, files)
     order = entry.get("dims") or symbol_order(entry, buffers)
     dims = [value_of(s, known) for s in order]
     for symbol, value in zip(order, dims):  # noqa: B905 (Python 3.9)
@@ -157,6 +151,27 @@ def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]
         for n in shapes[name]:
             size *= n
         outputs.append(bytearray(size))
+    return inputs, outputs, dims, shapes
+
+
+def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
+    """Returns what ``--json`` prints."""
+    session.require_host()
+    entry = session.entry_point("run")
+    buffers = {b["name"]: b for b in session.manifest.get("buffers", ())}
+    for name in (*entry["inputs"], *entry["outputs"]):
+        if buffers.get(name, {}).get("dtype") not in DTYPES:
+            raise IntegrityError(f"the manifest does not describe {name}", where=session.path)
+    if values["output_dir"] is not None and not os.path.isdir(values["output_dir"]):
+        raise UsageError("--output-dir is not a folder", where=values["output_dir"])
+    try:
+        inputs, outputs, dims, shapes = _arrays(session, entry, buffers, values["input"])
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as e:
+        raise IntegrityError(
+            f"the manifest's entry point makes no sense: {type(e).__name__}: {e}",
+            where=session.path,
+            next_step="build the artifact again",
+        ) from None
     session.memory.require(0, session.path)
     threads, _why = session.threads(values["threads"])
     engine = session.start(0, threads)

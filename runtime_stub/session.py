@@ -47,6 +47,8 @@ _SHAPES: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("entry_points[].inputs[]", (str,)),
     ("entry_points[].outputs", (list,)),
     ("entry_points[].outputs[]", (str,)),
+    ("entry_points[].dims", (list, type(None))),
+    ("entry_points[].dims[]", (str,)),
     ("entry_points[].calls", (list,)),
     ("entry_points[].calls[]", (dict,)),
     ("entry_points[].calls[].weight_bytes", (int,)),

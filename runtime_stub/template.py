@@ -4,18 +4,95 @@ In: the source of ``chat_template.jinja``.  Out: a template object.  Next file: 
 
 The template runs in Jinja2's immutable sandbox with the settings that the authors of templates test
 with: trim_blocks, lstrip_blocks, loop controls, ``raise_exception``, ``strftime_now``, a ``tojson``
-that does not escape HTML.
+that does not escape HTML.  The sandbox bounds what it may touch, :func:`bounded` what it may use.
 """
 
 from __future__ import annotations
 
 import sys
 
-from .errors import UnsupportedError
+from .errors import InputFileError, UnsupportedError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from collections.abc import Callable
+    from typing import Any, TypeVar
+
+    T = TypeVar("T")
+
+#: a real template takes some milliseconds and megabytes
+LIMIT_SECONDS = 10.0
+LIMIT_BYTES = 1 << 30
+
+
+class _TooLong(BaseException):
+    """Raised into a render that does not end; nothing inside Jinja2 catches it."""
+
+
+def bounded(work: Callable[[], T], where: str, seconds: float = LIMIT_SECONDS) -> T:
+    """``work()``; InputFileError when it takes longer than ``seconds`` or LIMIT_BYTES of address
+    space: a template is a program, and it comes with the model."""
+    import _thread
+    from contextlib import suppress
+
+    ended, turn = _thread.allocate_lock(), _thread.allocate_lock()
+    ended.acquire()
+    me, done = _thread.get_ident(), False
+
+    def watch() -> None:
+        if not ended.acquire(timeout=seconds):
+            with turn:
+                if not done:
+                    _raise_in(me, _TooLong)
+
+    ours, before = _limit_memory()
+    try:
+        try:
+            with suppress(RuntimeError):  # no thread to be had: run without the clock
+                _thread.start_new_thread(watch, ())
+            return work()
+        finally:
+            with turn:
+                done = True
+                _raise_in(me, None)  # also takes back what has not arrived yet
+            ended.release()
+    except _TooLong:
+        what = f"the chat template does not end within {seconds:g} s"
+    except MemoryError:
+        if not ours:
+            raise
+        what = f"the chat template takes more than {LIMIT_BYTES >> 20} MiB of memory"
+    finally:
+        if ours:
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_AS, before)
+    raise InputFileError(what, where=where, next_step="use generate --raw")
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    import ctypes
+
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), ctypes.py_object(error) if error is not None else None
+    )
+
+
+def _limit_memory() -> tuple[bool, tuple[int, int]]:
+    """(whether the address space is limited by us now, the limits before)."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        with open("/proc/self/statm", "rb") as f:
+            now = int(f.read().split()[0]) * resource.getpagesize()
+        limit = now + LIMIT_BYTES
+        if any(0 <= b < limit for b in before):  # there is a tighter one
+            return False, before
+        resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    except (OSError, ValueError, IndexError):
+        return False, before
+    return True, before
 
 
 def compile_template(source: str, artifact_path: str) -> Any:

@@ -165,10 +165,10 @@ class TextCodec:
             )
         for message in messages:
             check_utf8(message["content"], "a message")
-        try:
-            if self._template is None:
-                from .template import compile_template
+        from .template import bounded, compile_template
 
+        def work() -> str:
+            if self._template is None:
                 source = self._artifact.member(self._settings["chat_template"]).decode("utf-8")
                 self._template = compile_template(source, self._artifact.path)
             variables: dict[str, Any] = {"messages": [dict(m) for m in messages]}
@@ -177,11 +177,14 @@ class TextCodec:
                 if self._settings.get(key):
                     variables[key] = self._settings[key]
             text: str = self._template.render(**variables)
+            return text
+
+        try:
+            return bounded(work, self._artifact.path)
         except (InputFileError, UnsupportedError):
             raise
         except BaseException as e:
             raise self._failure(e, "the chat template") from None
-        return text
 
 
 def check_utf8(text: str, what: str) -> None:

@@ -205,3 +205,15 @@ def test_quantizing_what_has_no_more_bits_is_said(smollm2_gguf: Path, tmp_path: 
     options = ("--target", "x86-64-v3", "--quantize", "int8", "--strict", "-o", tmp_path / "o.zla")
     zerolayer("compile", smollm2_gguf, *options).one_error(4, "quantize int8 changes nothing")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("source", ["{{ x", "{{ " + "(" * 5000])
+def test_a_damaged_chat_template_is_named(tiny_llama: Path, tmp_path: Path, source: str) -> None:
+    import shutil
+
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_llama, folder)
+    (folder / "chat_template.jinja").write_text(source)
+    arguments = ("compile", folder, "--target", "x86-64-v3", "-o", tmp_path / "a.zla")
+    done = zerolayer(*arguments, "--strict")
+    done.one_error(4, "chat template is damaged")

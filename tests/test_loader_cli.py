@@ -475,7 +475,7 @@ PLACES = places(loader_fake.manifest())
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
-@given(place=st.sampled_from(PLACES), value=ODD, drop=st.booleans(), which=st.integers(0, 4))
+@given(place=st.sampled_from(PLACES), value=ODD, drop=st.booleans(), which=st.integers(0, 5))
 def test_odd_manifests_are_errors(
     artifact: Path, capsys: Any, place: tuple[Any, ...], value: Any, drop: bool, which: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import loader_fake
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from zerolayer.runtime_stub import template
 from zerolayer.runtime_stub.errors import InputFileError, UnsupportedError, UsageError
 from zerolayer.runtime_stub.stream import Detokenizer, StopMatcher, TextStream
 from zerolayer.runtime_stub.template import compile_template
@@ -189,6 +191,31 @@ def test_bad_templates_are_errors(source: str, says: str) -> None:
     artifact.members["chat_template.jinja"] = source.encode()
     with pytest.raises(InputFileError, match=says):
         codec(artifact).render([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "end"),
+        ("{{ lipsum(100000) }}", "end within"),
+        ("{{ 'a' * 10**10 }}", "1024 MiB"),
+        ("{{ '%99999999999d'|format(1) }}", "1024 MiB"),
+        ("{% set n = namespace(x='aaaaaaaa') %}{% for i in range(40) %}"
+         "{% set n.x = n.x ~ n.x %}{% endfor %}", "1024 MiB"),
+    ],
+)  # fmt: skip
+def test_templates_have_bounds(source: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    monkeypatch.setattr(template.bounded, "__defaults__", (0.5,))
+    if "end" not in says:
+        monkeypatch.setattr(template.bounded, "__defaults__", (60.0,))
+    artifact = FakeArtifact()
+    artifact.members["chat_template.jinja"] = source.encode()
+    with pytest.raises(InputFileError, match=says):
+        codec(artifact).render([{"role": "user", "content": "x"}])
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    for _ in range(1000):  # nothing arrives late
+        assert template.bounded(lambda: 1, "x", 0.001) == 1
 
 
 def test_strftime_now_is_there() -> None:
