@@ -475,7 +475,7 @@ PLACES = places(loader_fake.manifest())
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
-@given(place=st.sampled_from(PLACES), value=ODD, drop=st.booleans(), which=st.integers(0, 5))
+@given(place=st.sampled_from(PLACES), value=ODD, drop=st.booleans(), which=st.integers(0, 4))
 def test_odd_manifests_are_errors(
     artifact: Path, capsys: Any, place: tuple[Any, ...], value: Any, drop: bool, which: int
 ) -> None:
@@ -505,6 +505,31 @@ REAL_CHECK = Artifact.check
 def good_check(artifact: Artifact, manifest: dict[str, Any]) -> None:
     REAL_CHECK(artifact)
     artifact.manifest = {**artifact.manifest, **dict.fromkeys(loader_fake.manifest()), **manifest}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dims": [1]},
+        {"calls": [{"op": {}}]},
+        {"calls": [{"op": "Gather"}]},
+        {"calls": [{"op": "Gather", "inputs": []}]},
+        {"calls": [{"op": "Gather", "name": "g", "inputs": ["none", "x"], "constants": {"C": 1}}]},
+        {"calls": [{"op": "Gather", "name": "g", "inputs": ["y", "x"], "constants": {"C": 0}}]},
+        {"calls": [{"op": "Gather", "name": "g", "inputs": ["y", "x"]}]},
+    ],
+)
+def test_odd_graphs_are_errors(
+    artifact: Path, tmp_path: Path, capsys: Any, monkeypatch: Any, changes: dict[str, Any]
+) -> None:
+    import numpy as np
+
+    manifest = loader_fake.manifest()
+    manifest["entry_points"][1].update(changes)
+    monkeypatch.setattr(Artifact, "check", lambda self: good_check(self, manifest))
+    np.save(tmp_path / "x.npy", np.arange(5, dtype=np.float32))
+    run = Run(capsys, artifact, "run", "--input", f"x={tmp_path}/x.npy")
+    assert run.code == 6 and "unexpected" not in run.err
 
 
 def test_not_an_artifact(tmp_path: Path, capsys: Any) -> None:
