@@ -53,7 +53,8 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Ends text at the first stop string; holds back what could be the beginning of one."""
+    """Ends text at the stop string that is complete first (of two, the longer), however the text is
+    cut into pieces; holds back what could be the beginning of one."""
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
         self._stops = [s for s in stops if s]
@@ -69,7 +70,7 @@ class StopMatcher:
             return text
         found = [(at, s) for at, s in ((text.find(s), s) for s in self._stops) if at >= 0]
         if found:
-            at, self.matched = min(found, key=lambda f: (f[0], -len(f[1])))
+            at, self.matched = min(found, key=lambda f: (f[0] + len(f[1]), f[0]))
             self._held = ""
             return text[:at]
         keep = max(_overlap(text, s) for s in self._stops)
