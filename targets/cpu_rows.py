@@ -104,6 +104,13 @@ def _head_dim(constants: Mapping[str, Constant]) -> str | None:
     return None
 
 
+def _short_rows(constants: Mapping[str, Constant]) -> str | None:
+    value = constants.get("K")
+    if isinstance(value, int) and value > 65536:  # ZL_TILE_BLOCKS in zl_linear_int8.h
+        return f"K = {value} is larger than 65536"
+    return None
+
+
 _ANY = _all()
 _PAGED = _all(_multiple("block_size", 16), _multiple("head_dim", 8), _head_dim, _heads)
 _ATTENTION = (
@@ -153,7 +160,7 @@ def _linear_kernels() -> list[_Kernel]:
         check = _multiple("N", 32) if op.endswith("QuantizeInt8") else _all()
         out.append(
             _Kernel(op, "zl_linear_int8.h", f"zl_{name}_int8", (*constants, "format"), weights,
-                    "int8", BLOCK, check)
+                    "int8", BLOCK, _all(check, _short_rows))
         )  # fmt: skip
         out.append(
             _Kernel(op, "zl_linear_float.h", f"zl_{name}_float",
@@ -161,7 +168,16 @@ def _linear_kernels() -> list[_Kernel]:
         )  # fmt: skip
     check = _all(_PAGED, _multiple("head_dim", 16))
     out.append(
-        _Kernel("QkvRopeCache", "zl_qkv.h", "zl_qkv_rope_cache_int8", _QKV, 3, "int8", BLOCK, check)
+        _Kernel(
+            "QkvRopeCache",
+            "zl_qkv.h",
+            "zl_qkv_rope_cache_int8",
+            _QKV,
+            3,
+            "int8",
+            BLOCK,
+            _all(check, _short_rows),
+        )
     )
     out.append(
         _Kernel(

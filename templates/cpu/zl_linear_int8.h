@@ -52,7 +52,35 @@ typedef struct zl_bundle {
   const int8_t *q;    /* [T, K] */
   const float *scale; /* [T, K/32] */
   const float *sums;  /* [T, K/16] */
+  const int32_t *zeros; /* [tile, K/32]: -zero point * (sum of q), from token zeros_from on; zl_tile_zeros */
+  int64_t zeros_from;
 } zl_bundle;
+
+/* The zero point of formats that have nothing else in their minimum, 0 for the others. */
+ZL_KERNEL int32_t zl_zero_point(int format) {
+  switch (format) {
+    case ZL_FMT_Q4_0: return 8;
+    case ZL_FMT_Q5_0: return 16;
+    case ZL_FMT_Q8_0:
+    case ZL_FMT_IQ4_NL: return 128;
+    default: return 0;
+  }
+}
+
+#define ZL_TILE_BLOCKS (ZL_TILE_BYTES / 32 + 8 * 2048) /* blocks of 32 columns in a token tile, K <= 64 Ki */
+
+/* What a block's integer sums start from so that the zero point needs no multiply-add: once per tile of tokens. */
+ZL_KERNEL void zl_tile_zeros(int32_t zero_point, zl_bundle *a, int64_t t0, int64_t t1, int64_t K, int32_t *space) {
+  if (!zero_point) return;
+  const v64u8 point = (v64u8)((v16i){0} + zero_point * 0x01010101);
+  for (int64_t i = 0; i < (t1 - t0) * (K / 32); i++) {
+    v16i x = {0};
+    memcpy(&x, a->q + t0 * K + i * 32, 32);
+    space[i] = -__builtin_reduce_add(zl_dot4_u8((v16i){0}, point, x));
+  }
+  a->zeros = space;
+  a->zeros_from = t0;
+}
 
 /* Asks for the bytes ZL_PREFETCH_BYTES after block kb: a group is followed by the next one of the share. */
 ZL_KERNEL void zl_prefetch_block(int format, const uint8_t *w, int64_t kb) {
@@ -66,6 +94,8 @@ ZL_KERNEL void zl_dot_int8(int format, int MT, zl_bundle a, int64_t first, int64
   const int64_t KB = K / 32;
   const int8_t *q = a.q + first * K;
   const float *scale = a.scale + first * KB, *sums = a.sums + first * KB * 2;
+  const int has_zero = zl_zero_point(format) != 0;
+  const int32_t *zeros = has_zero ? a.zeros + (first - a.zeros_from) * KB : NULL;
   ZL_UNROLL
   for (int m = 0; m < MT; m++) acc[m] = zl_set(0.0f);
   ZL_NO_UNROLL
@@ -76,7 +106,10 @@ ZL_KERNEL void zl_dot_int8(int format, int MT, zl_bundle a, int64_t first, int64
     /* columns outside, tokens inside: MT independent chains hide the latency of the products */
     v16i p[8][2];
     ZL_UNROLL
-    for (int m = 0; m < MT; m++) p[m][0] = p[m][1] = (v16i){0};
+    for (int m = 0; m < MT; m++) {
+      p[m][0] = p[m][1] = (v16i){0};
+      if (has_zero) p[m][0] = p[m][0] + zeros[m * KB + kb];
+    }
     ZL_UNROLL
     for (int j = 0; j < 8; j++) {
       const int half = zl_scale_cols(format) == 32 ? 0 : j / 4;
@@ -90,7 +123,7 @@ ZL_KERNEL void zl_dot_int8(int format, int MT, zl_bundle a, int64_t first, int64
       v16f f = zl_to_float(p[m][0]) * b.scale[0];
       if (zl_scale_cols(format) == 32) {
         acc[m] = zl_fma(f, zl_set(s), acc[m]);
-        acc[m] = zl_fma(b.min[0], zl_set(sum[0] + sum[1]), acc[m]);
+        if (!has_zero) acc[m] = zl_fma(b.min[0], zl_set(sum[0] + sum[1]), acc[m]);
       } else {
         f = zl_fma(zl_to_float(p[m][1]), b.scale[1], f);
         acc[m] = zl_fma(f, zl_set(s), acc[m]);
@@ -123,10 +156,12 @@ ZL_KERNEL void zl_linear_int8_all(const zl_task *t, int64_t rows, zl_bundle a, c
                                   const float *residual, float *out, int64_t N, int64_t K, int act, int format) {
   if (rows <= 0) return;
   const int64_t tile = zl_tile_tokens(rows, K), tiles = (rows + tile - 1) / tile, G = (N + 15) / 16;
-  int64_t i, end;
+  int64_t i, end, at = -1;
+  _Alignas(64) int32_t zeros[ZL_TILE_BLOCKS];
   zl_share(t, tiles * G, &i, &end);
   for (; i < end; i++) {
     const int64_t t0 = i / G * tile, t1 = t0 + tile < rows ? t0 + tile : rows, g = i % G;
+    if (t0 != at) zl_tile_zeros(zl_zero_point(format), &a, at = t0, t1, K, zeros);
 #define ZL_CALL(MT, first) zl_linear_int8_tile(format, MT, a, first, g, w, bias, residual, out, N, K, act)
     ZL_TOKEN_TILES(t0, t1, ZL_CALL)
 #undef ZL_CALL
@@ -136,7 +171,7 @@ ZL_KERNEL void zl_linear_int8_all(const zl_task *t, int64_t rows, zl_bundle a, c
 /* q i8[T,K], scale f32[T,K/32], sums f32[T,K/16], W rows16 [N,K], bias f32[N] or NULL -> out f32[T,N] */
 ZL_KERNEL void zl_linear_int8(const zl_task *t, int64_t rows, const int8_t *q, const float *scale, const float *sums,
                               const uint8_t *w, const float *bias, float *out, int64_t N, int64_t K, int format) {
-  zl_bundle a = {q, scale, sums};
+  zl_bundle a = {q, scale, sums, NULL, 0};
   zl_linear_int8_all(t, rows, a, w, bias, NULL, out, N, K, ZL_ACT_NONE, format);
 }
 
@@ -144,7 +179,7 @@ ZL_KERNEL void zl_linear_int8(const zl_task *t, int64_t rows, const int8_t *q, c
 ZL_KERNEL void zl_linear_add_int8(const zl_task *t, int64_t rows, const int8_t *q, const float *scale,
                                   const float *sums, const uint8_t *w, const float *residual, const float *bias,
                                   float *out, int64_t N, int64_t K, int format) {
-  zl_bundle a = {q, scale, sums};
+  zl_bundle a = {q, scale, sums, NULL, 0};
   zl_linear_int8_all(t, rows, a, w, bias, residual, out, N, K, ZL_ACT_NONE, format);
 }
 
@@ -152,7 +187,7 @@ ZL_KERNEL void zl_linear_add_int8(const zl_task *t, int64_t rows, const int8_t *
 ZL_KERNEL void zl_act_linear_int8(const zl_task *t, int64_t rows, const int8_t *q, const float *scale,
                                   const float *sums, const uint8_t *w, const float *bias, float *out, int64_t N,
                                   int64_t K, int activation, int format) {
-  zl_bundle a = {q, scale, sums};
+  zl_bundle a = {q, scale, sums, NULL, 0};
   zl_linear_int8_all(t, rows, a, w, bias, NULL, out, N, K, activation, format);
 }
 
@@ -178,12 +213,14 @@ ZL_KERNEL void zl_gated_linear_int8(const zl_task *t, int64_t rows, const int8_t
                                     const float *bias_up, float *out, int64_t N, int64_t K, int activation,
                                     int format) {
   if (rows <= 0) return;
-  zl_bundle a = {q, scale, sums};
+  zl_bundle a = {q, scale, sums, NULL, 0};
   const int64_t tile = zl_tile_tokens(rows, K), tiles = (rows + tile - 1) / tile, G = (N + 15) / 16;
-  int64_t i, end;
+  int64_t i, end, at = -1;
+  _Alignas(64) int32_t zeros[ZL_TILE_BLOCKS];
   zl_share(t, tiles * G, &i, &end);
   for (; i < end; i++) {
     const int64_t t0 = i / G * tile, t1 = t0 + tile < rows ? t0 + tile : rows, g = i % G;
+    if (t0 != at) zl_tile_zeros(zl_zero_point(format), &a, at = t0, t1, K, zeros);
     const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
 #define ZL_CALL(MT, first)                                                                                 \
   do {                                                                                                     \
@@ -203,12 +240,14 @@ ZL_KERNEL void zl_gated_linear_quantize_int8(const zl_task *t, int64_t rows, con
                                              float *out_scale, float *out_sums, int64_t N, int64_t K, int activation,
                                              int format) {
   if (rows <= 0) return;
-  zl_bundle a = {q, scale, sums};
+  zl_bundle a = {q, scale, sums, NULL, 0};
   const int64_t tile = zl_tile_tokens(rows, K), tiles = (rows + tile - 1) / tile, G = N / 32;
-  int64_t i, end;
+  int64_t i, end, at = -1;
+  _Alignas(64) int32_t zeros[ZL_TILE_BLOCKS];
   zl_share(t, tiles * G, &i, &end);
   for (; i < end; i++) {
     const int64_t t0 = i / G * tile, t1 = t0 + tile < rows ? t0 + tile : rows, g = i % G;
+    if (t0 != at) zl_tile_zeros(zl_zero_point(format), &a, at = t0, t1, K, zeros);
 #define ZL_CALL(MT, first)                                                                                      \
   do {                                                                                                          \
     v16f h[2][8];                                                                                               \

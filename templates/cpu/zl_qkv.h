@@ -75,12 +75,16 @@ ZL_KERNEL void zl_qkv_int8_all(const zl_task *t, int64_t rows, const zl_qkv *p, 
                                int format_q, int format_k, int format_v) {
   if (rows <= 0) return;
   const int64_t heads = s->H + 2 * s->KVH, tile = zl_tile_tokens(rows, s->K), tiles = (rows + tile - 1) / tile;
-  int64_t i, end;
+  int64_t i, end, at = -1;
+  int32_t made = -1; /* the zero point that `zeros` is for; q, k and v may differ in theirs */
+  _Alignas(64) int32_t zeros[ZL_TILE_BLOCKS];
   zl_share(t, tiles * heads, &i, &end);
   for (; i < end; i++) {
     const int64_t t0 = i / heads * tile, t1 = t0 + tile < rows ? t0 + tile : rows;
     int64_t head;
     const int role = zl_qkv_role(s, i % heads, &head);
+    const int32_t zero_point = zl_zero_point(role == 0 ? format_q : role == 1 ? format_k : format_v);
+    if (t0 != at || zero_point != made) zl_tile_zeros(made = zero_point, &a, at = t0, t1, s->K, zeros);
     /* equal formats share one body: the role only chooses pointers */
     if (format_q == format_k && format_k == format_v) {
 #define ZL_CALL(MT, first) zl_qkv_int8_tile(t, p, s, format_q, role, MT, a, first, head)
@@ -146,7 +150,7 @@ ZL_KERNEL void zl_qkv_rope_cache_int8(
     int64_t num_heads, int64_t kv_num_heads, int64_t head_dim, int64_t rotary_dim, int interleaved, double epsilon,
     int64_t block_size, int kv_dtype, int format_q, int format_k, int format_v) {
   (void)k_in, (void)v_in, (void)seq_starts, (void)block_table;
-  zl_bundle a = {aq, ascale, asums};
+  zl_bundle a = {aq, ascale, asums, NULL, 0};
   zl_qkv p = {{wq, wk, wv}, {bq, bk, bv}, {qnorm, knorm}, cos_t, sin_t, q, k_cache, v_cache, positions};
   zl_qkv_shape s = {K, num_heads, kv_num_heads, head_dim, rotary_dim, block_size, interleaved, kv_dtype, epsilon};
   zl_qkv_int8_all(t, rows, &p, &s, a, format_q, format_k, format_v);

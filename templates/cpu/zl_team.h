@@ -51,6 +51,7 @@ typedef struct zl_team {
   _Alignas(64) zl_team_fn fn;
   void *arg;
   int32_t n_threads, n_cpus, stop;
+  int32_t spins, idle_spins; /* pauses before a waiting thread yields: none to speak of with more threads than CPUs */
   int32_t *cpus;                  /* [n_cpus] */
   struct zl_worker *workers;      /* [n_threads]; 0 unused */
   int32_t n_started;
@@ -82,7 +83,7 @@ static inline void zl_gate_wait(zl_gate *g, uint32_t seen, int spins) {
     if (atomic_load_explicit(&g->value, memory_order_acquire) != seen) return;
     zl_pause();
   }
-  for (int i = 0; i < ZL_YIELDS; i++) {
+  for (int i = 0; i < ZL_YIELDS && spins > 8; i++) {
     if (atomic_load_explicit(&g->value, memory_order_acquire) != seen) return;
     sched_yield();
   }
@@ -102,7 +103,7 @@ static inline void zl_team_barrier(zl_team *team) {
     atomic_store_explicit(&team->arrived, 0u, memory_order_relaxed);
     zl_gate_open(&team->phase);
   } else {
-    zl_gate_wait(&team->phase, seen, ZL_SPIN_PHASE);
+    zl_gate_wait(&team->phase, seen, team->spins);
   }
 }
 
@@ -118,7 +119,7 @@ static inline void zl_team_barrier_with(zl_team *team, void (*fn)(void *), void 
     atomic_store_explicit(&team->arrived, 0u, memory_order_relaxed);
     zl_gate_open(&team->phase);
   } else {
-    zl_gate_wait(&team->phase, seen, ZL_SPIN_PHASE);
+    zl_gate_wait(&team->phase, seen, team->spins);
   }
 }
 
@@ -139,7 +140,7 @@ static void *zl_worker_main(void *p) {
   uint32_t seen = 0;
   zl_worker_pin(team, w->thread);
   for (;;) {
-    zl_gate_wait(&team->start, seen, ZL_SPIN_IDLE);
+    zl_gate_wait(&team->start, seen, team->idle_spins);
     seen++;
     if (team->stop) return NULL;
     team->fn(team->arg, w->thread);
@@ -170,7 +171,7 @@ static inline void zl_team_run(zl_team *team, zl_team_fn fn, void *arg) {
   atomic_store_explicit(&team->finished, 0u, memory_order_relaxed);
   zl_gate_open(&team->start);
   fn(arg, 0);
-  zl_gate_wait(&team->done, seen, ZL_SPIN_PHASE);
+  zl_gate_wait(&team->done, seen, team->spins);
 }
 
 static inline void zl_team_destroy(zl_team *team) {
@@ -183,6 +184,15 @@ static inline void zl_team_destroy(zl_team *team) {
   free(team);
 }
 
+/* CPUs that this process may use; 0 when the kernel does not say. */
+static int32_t zl_usable_cpus(void) {
+  unsigned long mask[ZL_MAX_THREADS / (8 * sizeof(unsigned long))] = {0};
+  long bytes = syscall(SYS_sched_getaffinity, 0, sizeof mask, mask);
+  int32_t cpus = 0;
+  for (long i = 0; bytes > 0 && i < bytes / (long)sizeof(unsigned long); i++) cpus += __builtin_popcountl(mask[i]);
+  return cpus;
+}
+
 /* ZL_OK, ZL_BAD_ARGUMENT, ZL_NO_MEMORY or ZL_NO_THREADS.  n_threads counts the caller. */
 static inline int32_t zl_team_create(int32_t n_threads, const int32_t *cpus, int32_t n_cpus, zl_team **out) {
   if (!out || n_threads < 1 || n_threads > ZL_MAX_THREADS || n_cpus < 0 || (n_cpus > 0 && !cpus))
@@ -192,6 +202,11 @@ static inline int32_t zl_team_create(int32_t n_threads, const int32_t *cpus, int
   memset(team, 0, sizeof *team);
   team->n_threads = n_threads;
   team->n_cpus = n_cpus;
+  /* a thread that spins while the one it waits for has no CPU to run on only delays it */
+  const int32_t usable = zl_usable_cpus();
+  const int crowded = usable > 0 && n_threads > usable;
+  team->spins = crowded ? 8 : ZL_SPIN_PHASE;
+  team->idle_spins = crowded ? 8 : ZL_SPIN_IDLE;
   team->workers = (zl_worker *)calloc((size_t)n_threads, sizeof(zl_worker));
   team->cpus = (int32_t *)calloc((size_t)n_cpus + 1, sizeof(int32_t));
   if (!team->workers || !team->cpus) {
