@@ -78,6 +78,15 @@ def _drop(stream: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def _settle(stream: TextIO) -> None:
+    """What is still buffered goes out now or never: at the interpreter's exit a stream that is full
+    would change the exit code."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        _drop(stream)
+
+
 def _say(line: str, stream: TextIO) -> None:
     """One line about a failure; a stream that refuses it does not make a second failure."""
     try:
@@ -137,6 +146,8 @@ def guarded(command: Command) -> Command:
                 code = _fail(full, as_json)
         except Exception as e:
             code = _internal(e, as_json, debug)
+        for stream in (sys.stdout, sys.stderr):
+            _settle(stream)
         raise typer.Exit(code)
 
     return cast(Command, run)
