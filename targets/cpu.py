@@ -223,9 +223,12 @@ def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Co
     injector.constant("instruction_set", row.id.rsplit(".", 1)[-1], "requires.features")
     injector.fact("register_bits")
     if row.weight_layout and "K" in constants:
-        _tile_bytes(injector)
         injector.derive("prefetch_bytes", "64 * cache_line_bytes")
-        injector.derive("tile_tokens", "max(8, min(256, tile_bytes // K // 8 * 8))")
+        if row.function.endswith(
+            "_int8"
+        ):  # zl_tile_tokens; the float kernels' tile is their scratch
+            _tile_bytes(injector)
+            injector.derive("tile_tokens", "max(8, min(256, tile_bytes // K // 8 * 8))")
 
 
 def _tile_bytes(injector: Injector) -> int:

@@ -108,8 +108,13 @@ def test_rendered_c_has_no_warnings(aggressive: Built, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_note_is_the_record(f32: Built) -> None:
-    _, program, binaries = f32
+def test_float_kernels_record_no_tile_that_they_do_not_use(f32: Built) -> None:
+    linear = next(k for k in f32[2].kernels if "LinearAdd" in str(k["kernel"]))
+    assert "tile_tokens" not in {d["name"] for d in linear["derived"]}  # type: ignore[attr-defined]
+
+
+def test_the_note_is_the_record(aggressive: Built) -> None:
+    _, program, binaries = aggressive
     note = read_note(binaries.files[binaries.entry])
     assert note["target"] == HOST.name
     assert note["kernels"] == [dict(k) for k in binaries.kernels]

@@ -51,7 +51,7 @@ typedef struct zl_team {
   _Alignas(64) zl_team_fn fn;
   void *arg;
   int32_t n_threads, n_cpus, stop;
-  int32_t spins, idle_spins; /* pauses before a waiting thread yields: none to speak of with more threads than CPUs */
+  int32_t spins, idle_spins; /* pauses before a waiting thread yields; 0, with more threads than CPUs: it sleeps */
   int32_t *cpus;                  /* [n_cpus] */
   struct zl_worker *workers;      /* [n_threads]; 0 unused */
   int32_t n_started;
@@ -83,7 +83,7 @@ static inline void zl_gate_wait(zl_gate *g, uint32_t seen, int spins) {
     if (atomic_load_explicit(&g->value, memory_order_acquire) != seen) return;
     zl_pause();
   }
-  for (int i = 0; i < ZL_YIELDS && spins > 8; i++) {
+  for (int i = 0; i < ZL_YIELDS && spins > 0; i++) {
     if (atomic_load_explicit(&g->value, memory_order_acquire) != seen) return;
     sched_yield();
   }
@@ -95,11 +95,16 @@ static inline void zl_gate_wait(zl_gate *g, uint32_t seen, int spins) {
   }
 }
 
-/* All n_threads threads of the team call this inside a job; none returns before all have arrived. */
-static inline void zl_team_barrier(zl_team *team) {
-  if (team->n_threads == 1) return;
+/* All n_threads threads of the team call this inside a job; none returns before all have arrived.  The last to arrive
+ * runs fn(arg), if there is one, before anyone goes on: work for one thread costs no barrier of its own. */
+static inline void zl_team_barrier_with(zl_team *team, void (*fn)(void *), void *arg) {
+  if (team->n_threads == 1) {
+    if (fn) fn(arg);
+    return;
+  }
   uint32_t seen = atomic_load_explicit(&team->phase.value, memory_order_relaxed);
   if (atomic_fetch_add(&team->arrived, 1u) + 1u == (uint32_t)team->n_threads) {
+    if (fn) fn(arg);
     atomic_store_explicit(&team->arrived, 0u, memory_order_relaxed);
     zl_gate_open(&team->phase);
   } else {
@@ -107,21 +112,7 @@ static inline void zl_team_barrier(zl_team *team) {
   }
 }
 
-/* The same, but the last to arrive runs fn(arg) before anyone goes on: work for one thread costs no barrier of its own. */
-static inline void zl_team_barrier_with(zl_team *team, void (*fn)(void *), void *arg) {
-  if (team->n_threads == 1) {
-    fn(arg);
-    return;
-  }
-  uint32_t seen = atomic_load_explicit(&team->phase.value, memory_order_relaxed);
-  if (atomic_fetch_add(&team->arrived, 1u) + 1u == (uint32_t)team->n_threads) {
-    fn(arg);
-    atomic_store_explicit(&team->arrived, 0u, memory_order_relaxed);
-    zl_gate_open(&team->phase);
-  } else {
-    zl_gate_wait(&team->phase, seen, team->spins);
-  }
-}
+static inline void zl_team_barrier(zl_team *team) { zl_team_barrier_with(team, NULL, NULL); }
 
 static void zl_worker_pin(const zl_team *team, int32_t thread) {
   if (team->n_cpus <= 0) return;
@@ -205,8 +196,8 @@ static inline int32_t zl_team_create(int32_t n_threads, const int32_t *cpus, int
   /* a thread that spins while the one it waits for has no CPU to run on only delays it */
   const int32_t usable = zl_usable_cpus();
   const int crowded = usable > 0 && n_threads > usable;
-  team->spins = crowded ? 8 : ZL_SPIN_PHASE;
-  team->idle_spins = crowded ? 8 : ZL_SPIN_IDLE;
+  team->spins = crowded ? 0 : ZL_SPIN_PHASE;
+  team->idle_spins = crowded ? 0 : ZL_SPIN_IDLE;
   team->workers = (zl_worker *)calloc((size_t)n_threads, sizeof(zl_worker));
   team->cpus = (int32_t *)calloc((size_t)n_cpus + 1, sizeof(int32_t));
   if (!team->workers || !team->cpus) {
