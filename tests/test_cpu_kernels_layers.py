@@ -203,10 +203,38 @@ def attention_reference(
     return out
 
 
+def assert_alone_gives_the_same_bits(
+    kernels: Kernels,
+    batch: Batch,
+    arrays: list[Any],
+    ints: list[int],
+    floats_: list[float],
+    y: Any,
+) -> None:
+    """Each token of the batch by itself on one thread, and all of them on three: rows of ``y``."""
+    for i in range(len(y)):
+        s = int(batch.token_seq[i])
+        one = Batch(
+            np.zeros(1, np.int32),
+            batch.positions[i : i + 1],
+            np.array([0, 1], np.int32),
+            np.ascontiguousarray(batch.block_table[s : s + 1]),
+        )
+        row = np.zeros((1, y.shape[1]), np.float32)
+        q = np.ascontiguousarray(arrays[0][i : i + 1])
+        operands = [q, *arrays[1:3], one.positions, None, None, row]
+        kernels.call("attention", 1, operands, ints, floats_, one, threads=1)
+        assert (row[0].view(np.uint32) == y[i].view(np.uint32)).all(), i
+    threaded = np.zeros_like(y)
+    kernels.call("attention", len(y), [*arrays, threaded], ints, floats_, batch, threads=3)
+    assert (threaded == y).all()
+
+
 @pytest.mark.parametrize(
     ("heads", "kvh", "hd", "block_size", "window", "softcap", "dtype", "lengths"),
     [
         (9, 3, 64, 16, 0, 0.0, F16, [(0, 5), (70, 1), (129, 3)]),
+        (9, 3, 64, 16, 0, 0.0, F16, [(50, 40), (1015, 20)]),
         (4, 4, 32, 32, 0, 0.0, F32, [(1030, 2), (0, 40)]),
         (8, 1, 96, 16, 20, 0.0, F16, [(100, 70)]),
         (2, 1, 24, 16, 0, 15.0, F32, [(17, 1), (0, 1), (63, 2)]),
@@ -249,28 +277,7 @@ def test_attention(
         answer = attention_reference(one_q, ck, cv, p, scale, softcap, window, heads // kvh)
         want[i] = answer.reshape(-1)
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=2e-6)
-    # the same tokens alone, with another number of threads: the same bits
-    starts = batch.seq_starts
-    for i in (0, t - 1):
-        s = int(batch.token_seq[i])
-        one = Batch(
-            np.zeros(1, np.int32),
-            batch.positions[i : i + 1],
-            np.array([0, 1], np.int32),
-            np.ascontiguousarray(batch.block_table[s : s + 1]),
-        )
-        row = np.zeros((1, heads * hd), np.float32)
-        kernels.call(
-            "attention",
-            1,
-            [np.ascontiguousarray(q[i : i + 1]), *arrays[1:3], one.positions, None, None, row],
-            ints,
-            [scale, softcap],
-            one,
-            threads=1,
-        )
-        assert (row[0] == y[i]).all()
-    assert starts[-1] == t
+    assert_alone_gives_the_same_bits(kernels, batch, arrays, ints, [scale, softcap], y)
     if hd % 32 == 0:
         n = heads * hd
         got = [
@@ -287,6 +294,7 @@ def test_attention(
     ("heads", "kvh", "hd", "block_size", "window", "softcap", "lengths"),
     [
         (9, 3, 64, 32, 0, 0.0, [(0, 5), (70, 1), (129, 3)]),
+        (9, 3, 64, 32, 0, 0.0, [(50, 40), (1015, 20)]),
         (4, 4, 32, 32, 0, 0.0, [(1030, 2), (0, 41)]),
         (8, 1, 96, 16, 20, 0.0, [(100, 70)]),
         (2, 1, 24, 16, 0, 15.0, [(17, 1), (0, 1), (63, 2)]),
@@ -328,9 +336,7 @@ def test_attention_over_a_bf16_cache(
         want[i] = answer.reshape(-1)
     assert np.abs(y - want).max() < 2**-8
     assert np.abs(y - want).mean() < 2**-11
-    threaded = np.zeros_like(y)
-    kernels.call("attention", t, [*arrays, threaded], ints, [scale, softcap], batch, threads=3)
-    assert (threaded == y).all()
+    assert_alone_gives_the_same_bits(kernels, batch, arrays, ints, [scale, softcap], y)
 
 
 @pytest.mark.parametrize("name", ["qkv_int8", "qkv_int8_mixed", "qkv_float"])
