@@ -139,6 +139,7 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         table=text.table,
         kernels=binaries.kernels,
         roofline=predicted.as_dict(calls=True),
+        batch_invariant=_batch_invariant(program, family),
         quantization=_quantization(program, graph, model),
         vendor=text.vendor.packages,
         licenses=tuple(name for name, _ in model.licenses),
@@ -159,6 +160,7 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         quantize=choices.quantize,
         activations=choices.activations,
         skip=None if request.verify else "--no-verify",
+        batch_invariant=bool(manifest_inputs.batch_invariant),
         target=request.target,
     )
 
@@ -201,6 +203,14 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         warnings=warnings.lines(),
         timings=_separate(progress.timings),
     )
+
+
+def _batch_invariant(program: Program, family: families.Family) -> bool | None:
+    """Whether every kernel of a language model's step promises it; None for other graphs."""
+    if program.kv is None:
+        return None
+    promises = {row.id: row.batch_invariant for row in family.rows}
+    return all(promises[call.row] for entry in program.entry_points for call in entry.calls)
 
 
 @dataclass(frozen=True)

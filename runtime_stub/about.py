@@ -46,10 +46,12 @@ def run_info(session: Session, _values: Values, as_json: bool) -> tuple[int, dic
         "inputs": manifest.get("inputs"),
         "tools": tools,
         "numerics": numerics.get("status"),
+        "batch_invariant": numerics.get("batch_invariant"),
         "members": len(session.artifact.names),
         "text": bool(session.text_needs),
     }
     if not as_json:
+        promise = ", batch-invariant" if numerics.get("batch_invariant") is True else ""
         settings = {k: v for k, v in options.items() if k != "max_context"}  # in the context row
         if memory.block_size:
             shape = [("context", f"{memory.max_context} tokens")]
@@ -64,7 +66,7 @@ def run_info(session: Session, _values: Values, as_json: bool) -> tuple[int, dic
                 ("options", ", ".join(f"{k}={v}" for k, v in settings.items())),
                 ("memory", memory.breakdown()),
                 *shape,
-                ("numerics", numerics.get("status", "not run")),
+                ("numerics", f"{numerics.get('status', 'not run')}{promise}"),
                 ("built with", ", ".join(f"{k} {v}" for k, v in tools.items())),
             ]
         )

@@ -281,6 +281,7 @@ def _row(k: _Kernel, suffix: str, features: frozenset[str], constraint: Check) -
         activations=frozenset(kinds),
         features=features,
         weight_layout=("rows16",) * k.weights,
+        batch_invariant=True,  # zl_task.h asks it of every kernel; the gate and the tests prove it
         constraint=constraint,
     )
 

@@ -28,7 +28,9 @@ class KernelRow:
     the operator has none).  ``features`` are the target features that the code needs.  The call is
     ``function(task, inputs.., outputs.., constants..)`` with the constants in the order named by
     ``constants``; ``weight_layout`` names the packing per weight input.  ``constraint`` returns
-    why a call does not fit, or None.  Earlier rows win.
+    why a call does not fit, or None.  ``batch_invariant`` promises that the bits of a row of the
+    result depend on that row's inputs alone: not on the other rows, how many there are, nor on how
+    many threads or blocks of memory take part.  Earlier rows win.
     """
 
     id: str
@@ -40,6 +42,7 @@ class KernelRow:
     activations: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset()
     weight_layout: tuple[str, ...] = ()
+    batch_invariant: bool = False
     constraint: Callable[[Mapping[str, Constant]], str | None] = _always
 
 

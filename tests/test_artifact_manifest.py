@@ -180,6 +180,7 @@ def _inputs(**changes: Any) -> ManifestInputs:
         roofline=ROOFLINE,
         quantization=(TensorQuantization("w", ("blk.0.down",), ("Q4_1",), "Q4_1", "packed"),),
         numerics={"status": "passed", "top1": 1.0},
+        batch_invariant=True,
         vendor=collect_vendor("x86_64").packages,
         licenses=("LICENSE",),
         golden=True,
@@ -242,7 +243,8 @@ def test_manifest_follows_the_published_schema(tmp_path: Path) -> None:
 
 def test_a_graph_without_tokenizer_follows_it_too(tmp_path: Path) -> None:
     program = replace(_program(), kv=None, bounds=(("batch", 8),), taps=())
-    inputs = _inputs(program=program, config=None, tokenizer=None, golden=False, numerics=None)
+    inputs = _inputs(program=program, config=None, tokenizer=None, golden=False,
+                     numerics=None, batch_invariant=None)  # fmt: skip
     manifest = _write(tmp_path / "x.zla", inputs)
     assert violations(manifest, SCHEMA) == []
     assert manifest["numerics"] == {"status": "not run"}

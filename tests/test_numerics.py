@@ -37,15 +37,27 @@ class Model:
             out.append(int(self.table[out[-1]].argmax()))
         return out
 
+    def together(self, sequences: Sequence[Sequence[int]]) -> list[F32]:
+        return [self.table[ids[-1]] for ids in sequences]
 
-def gate(kernels: Model, reference: Model, activations: str = "f32") -> Report:
+
+def gate(
+    kernels: Model, reference: Model, activations: str = "f32", batch_invariant: bool = True
+) -> Report:
     def references(sequences: Sequence[Sequence[int]]) -> Iterator[tuple[F32, list[F32]]]:
         for ids in sequences:
             logits, taps = reference.forward(ids)
             yield logits, list(taps)
 
     bounds = bounds_for("keep", activations)
-    return run_gate(kernels, references, PROMPTS, bounds, golden_tokens=6)[0]
+    return run_gate(
+        kernels,
+        references,
+        PROMPTS,
+        bounds,
+        golden_tokens=6,
+        batch_invariant=batch_invariant,
+    )[0]
 
 
 def test_equal_numbers_pass() -> None:
@@ -102,6 +114,20 @@ def test_both_ways_in_must_agree() -> None:
         require(gate(Forgetful(), Model()), "m")
 
 
+def test_company_must_not_change_a_bit() -> None:
+    class Sociable(Model):
+        def together(self, sequences: Sequence[Sequence[int]]) -> list[F32]:
+            out = super().together(sequences)
+            out[1] = out[1].copy()
+            out[1][3] = np.nextafter(out[1][3], np.float32(9))
+            return out
+
+    with pytest.raises(NumericsError, match="computed beside it"):
+        require(gate(Sociable(), Model()), "m")
+    unpromised = gate(Sociable(), Model(), batch_invariant=False)
+    assert unpromised.failures() == []
+
+
 def test_nothing_compared_is_no_pass() -> None:
     empty = run_gate(Model(), lambda _: [], [], bounds_for("keep", "f32"), golden_tokens=6)[0]
     with pytest.raises(NumericsError, match="nothing was compared"):
@@ -128,6 +154,7 @@ def test_a_verdict_is_kept_for_exactly_its_inputs(monkeypatch: pytest.MonkeyPatc
             "code": b"code",
             "quantize": "keep",
             "activations": "f32",
+            "batch_invariant": True,
             "prompts": lambda: PROMPTS,
             **changes,
         }

@@ -47,7 +47,7 @@ def _summary(data: Mapping[str, Any]) -> dict[str, str]:
     members = data.get("member_bytes") or {}
     sizes = {"weights": data["weights_bytes"], **members}
     formats = data.get("stored_formats") or {}
-    parameters = data.get("parameters")
+    parameters, promise = data.get("parameters"), numerics.get("batch_invariant")
     count = f"{parameters:,}" if isinstance(parameters, int) else _plain(parameters)
     rows = {
         "model": f"{_plain(data.get('model'))} ({_plain(data.get('architecture'))}, "
@@ -61,6 +61,7 @@ def _summary(data: Mapping[str, Any]) -> dict[str, str]:
         "kernels": f"{data.get('kernel_calls')} calls",
         "tensors": ", ".join(f"{n} {_plain(name)}" for name, n in formats.items()) or "none",
         "numerics": _plain(numerics.get("status", "not run")),
+        **({"batch-invariant": "yes" if promise is True else "no"} if promise is not None else {}),
         "options": _items(data.get("options")),
         "built with": _items(data.get("tools")),
     }

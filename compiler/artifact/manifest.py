@@ -47,7 +47,8 @@ class ManifestInputs:
     ``kernels`` are injection records (``InjectionRecord.as_dict()``: facts, constants, formulas),
     ``roofline`` one row per call, ``numerics`` the gate's report or None when it was not run,
     ``options`` what the user asked for, ``tools`` name -> version.  ``code`` is the member that the
-    loader opens, ``code_extra`` what the family adds about it.  ``golden`` says whether
+    loader opens, ``code_extra`` what the family adds about it.  ``batch_invariant`` is whether all
+    kernels of a language model promise it, None for other graphs.  ``golden`` says whether
     ``golden.json`` is a member; ``licenses`` are names under ``licenses/model/``.
     """
 
@@ -66,6 +67,7 @@ class ManifestInputs:
     roofline: Mapping[str, Any] | None = None
     quantization: Sequence[TensorQuantization] = ()
     numerics: Mapping[str, Any] | None = None
+    batch_invariant: bool | None = None
     vendor: Sequence[VendorPackage] = ()
     licenses: tuple[str, ...] = ()
     golden: bool = False
@@ -101,13 +103,21 @@ def build_manifest(inputs: ManifestInputs) -> dict[str, Any]:
             }
             for q in inputs.quantization
         ],
-        "numerics": dict(inputs.numerics) if inputs.numerics else {"status": "not run"},
+        "numerics": _numerics(inputs),
         "roofline": dict(inputs.roofline or {}),
         "tokenizer": _tokenizer(inputs.tokenizer, inputs.table),
         "golden": "golden.json" if inputs.golden else None,
         "vendor": [p.as_dict() for p in inputs.vendor],
         "tools": dict(inputs.tools),
     }
+
+
+def _numerics(inputs: ManifestInputs) -> dict[str, Any]:
+    """The gate's report, and the promise about batches that it has checked where it was run."""
+    report: dict[str, Any] = dict(inputs.numerics) if inputs.numerics else {"status": "not run"}
+    if inputs.batch_invariant is not None:
+        report["batch_invariant"] = inputs.batch_invariant
+    return report
 
 
 def _model(inputs: ManifestInputs) -> dict[str, Any]:

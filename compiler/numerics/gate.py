@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from zerolayer.runtime_stub.errors import NumericsError
 
 from .bounds import Bounds
@@ -28,6 +29,9 @@ class Runner(Protocol):
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """``count`` greedy tokens after ``prompt``, through prefill and single-token steps."""
+
+    def together(self, sequences: Sequence[Sequence[int]]) -> list[F32]:
+        """The logits ``[vocab]`` after each sequence, all computed side by side."""
 
 
 #: sequences -> per sequence (logits [T, vocab], taps: n_taps arrays [T, hidden])
@@ -51,6 +55,7 @@ class Report:
     layers: tuple[float, ...]
     finite: bool
     consistent: bool  # decode, token by token, gave the same tokens as one prefill of the whole
+    same_bits: bool = True  # alone and beside the others a sequence has the same logits, bit by bit
 
     def failures(self) -> list[str]:
         """Every exceeded bound, in words; empty when the gate passes."""
@@ -62,6 +67,8 @@ class Report:
             bad.append("nothing was compared")
         if not self.consistent:
             bad.append("token-by-token decoding disagrees with one prefill of the same tokens")
+        if not self.same_bits:
+            bad.append("the logits of a sequence depend on what is computed beside it")
         if self.top1 < b.top1:
             bad.append(f"top-1 agreement {self.top1:.4f} < {b.top1} on {self.decisive} positions")
         if not self.kl <= b.kl:
@@ -103,9 +110,14 @@ def run_gate(
     bounds: Bounds,
     *,
     golden_tokens: int,
+    batch_invariant: bool = True,
     advance: Callable[[int], None] = lambda _n: None,
 ) -> tuple[Report, list[Case]]:
-    """Run every prompt through both sides.  Does not raise for bad numbers: see :func:`require`."""
+    """Run every prompt through both sides.  Does not raise for bad numbers: see :func:`require`.
+
+    ``batch_invariant``: the kernels promise that a sequence's bits do not depend on its company,
+    and the promise is checked.
+    """
     cases: list[Case] = []
     consistent = True
     outputs = []
@@ -119,14 +131,18 @@ def run_gate(
         advance(1)
     total = Accumulator(bounds.margin)
     sequences = [[*ids, *expect] for _text, ids, expect in cases]
+    same = not batch_invariant or all(
+        np.array_equal(beside.view(np.uint32), logits[-1].view(np.uint32))
+        for beside, (logits, _taps) in zip(runner.together(sequences), outputs, strict=True)
+    )
     for (logits, taps), (ref_logits, ref_taps) in zip(outputs, reference(sequences), strict=True):
         total.add_logits(ref_logits, logits)
         total.add_taps(list(ref_taps), taps)
         advance(1)
-    return _report(total, bounds, consistent), cases
+    return _report(total, bounds, consistent, same), cases
 
 
-def _report(total: Accumulator, bounds: Bounds, consistent: bool) -> Report:
+def _report(total: Accumulator, bounds: Bounds, consistent: bool, same_bits: bool) -> Report:
     return Report(
         bounds=bounds,
         positions=total.rows,
@@ -140,6 +156,7 @@ def _report(total: Accumulator, bounds: Bounds, consistent: bool) -> Report:
         layers=tuple(recorded(x, bounds.layer) for x in total.layer_errors()),
         finite=total.finite,
         consistent=consistent,
+        same_bits=same_bits,
     )
 
 

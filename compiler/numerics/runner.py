@@ -21,16 +21,16 @@ from .metrics import F32
 
 
 class StepRunner:
-    """One sequence at a time through ``zl_step``; block tables are deliberately out of order, so
-    that a kernel which ignores them cannot pass."""
+    """Sequences through ``zl_step``, one at a time or side by side; block tables are deliberately
+    out of order, so that a kernel which ignores them cannot pass."""
 
     def __init__(self, engine: CpuEngine, program: Program, context: int) -> None:
         if program.kv is None:
             raise ValueError("the program has no KV cache")
         self._engine = engine
         self._program = program
-        blocks = -(-context // program.kv.block_size)
-        self._blocks = array("i", reversed(range(blocks)))
+        self._blocks = array("i", reversed(range(engine.kv_blocks)))
+        self._each = -(-context // program.kv.block_size)  # of them for a sequence
         self._context = context
         self._chunk = min(program.bound("T"), program.bound("R"))
         self._greedy = SamplingParams()
@@ -72,6 +72,37 @@ class StepRunner:
             out.append(self._engine.step(batch)[0])
         return out
 
+    def together(self, sequences: Sequence[Sequence[int]]) -> list[F32]:
+        """The logits after each sequence: ragged steps of a share of each, then one step that has
+        the last token of each."""
+        p = self._program
+        most = min(p.bound("S"), p.bound("R"), p.bound("T"), self._engine.kv_blocks // self._each)
+        out: list[F32] = []
+        for start in range(0, len(sequences), max(1, most)):
+            group = sequences[start : start + max(1, most)]
+            self._check(max(map(len, group)))
+            share = p.bound("T") // len(group)
+            for at in range(0, max(map(len, group)) - 1, share):
+                parts = [(at, s[at : min(at + share, len(s) - 1)]) for s in group]
+                self._engine.step(self._beside(parts))
+            last = [(len(s) - 1, s[-1:]) for s in group]
+            logits = np.empty((len(group), p.vocab_size), np.float32)
+            self._engine.step(self._beside(last, rows=True), logits=logits)
+            out += list(logits)
+        return out
+
+    def _beside(self, parts: Sequence[tuple[int, Sequence[int]]], rows: bool = False) -> StepBatch:
+        """(first position, tokens) of each sequence in one batch; ``rows``: with their logits."""
+        assert self._program.kv is not None
+        batch = StepBatch()
+        for i, (first, tokens) in enumerate(parts):
+            if tokens:
+                used = -(-(first + len(tokens)) // self._program.kv.block_size)
+                table = self._blocks[i * self._each : i * self._each + used]
+                row = (self._greedy, 0, array("i")) if rows else None
+                batch.add(array("i", tokens), first, table, row)
+        return batch
+
     def _check(self, tokens: int) -> None:
         if tokens > self._context:
             raise ResourceError(
@@ -82,9 +113,16 @@ class StepRunner:
 
 @contextlib.contextmanager
 def step_runner(
-    code: bytes, weights: Any, offset: int, program: Program, *, context: int, threads: int
+    code: bytes,
+    weights: Any,
+    offset: int,
+    program: Program,
+    *,
+    context: int,
+    threads: int,
+    sequences: int = 1,
 ) -> Iterator[StepRunner]:
-    """A runner over ``weights[offset:]`` with room for ``context`` positions."""
+    """A runner over ``weights[offset:]`` with room for ``sequences`` of ``context`` positions."""
     if program.kv is None:
         raise ValueError("the program has no KV cache")
     with CpuEngine(
@@ -92,7 +130,7 @@ def step_runner(
         weights,
         offset,
         program.weights_bytes,
-        kv_blocks=-(-context // program.kv.block_size),
+        kv_blocks=sequences * -(-context // program.kv.block_size),
         n_threads=threads,
     ) as engine:
         yield StepRunner(engine, program, context)

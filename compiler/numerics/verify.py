@@ -46,7 +46,8 @@ _TRIM_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class GateInputs:
-    """What the gate needs besides the weights.  ``skip`` says why it must not run, or is None."""
+    """What the gate needs besides the weights.  ``skip`` says why it must not run, or is None;
+    ``batch_invariant`` whether the kernels promise it."""
 
     model: LoadedModel
     program: Program
@@ -55,6 +56,7 @@ class GateInputs:
     activations: str
     skip: str | None
     target: Target
+    batch_invariant: bool = True
 
     def prompts(self) -> list[tuple[str | None, list[int]]]:
         """The prompts of a language model; none for other graphs."""
@@ -132,7 +134,13 @@ def _run(
         prompts = gate.prompts()
         context = max(len(ids) for _, ids in prompts) + GOLDEN_TOKENS
         with step_runner(
-            gate.code, weights, written.offset, gate.program, context=context, threads=threads
+            gate.code,
+            weights,
+            written.offset,
+            gate.program,
+            context=context,
+            threads=threads,
+            sequences=len(prompts),
         ) as runner:
             result, cases = run_gate(
                 runner,
@@ -140,6 +148,7 @@ def _run(
                 prompts,
                 bounds,
                 golden_tokens=GOLDEN_TOKENS,
+                batch_invariant=gate.batch_invariant,
                 advance=advance,
             )
     require(result, gate.model.name)
@@ -169,7 +178,7 @@ def _key(gate: GateInputs, written: WrittenWeights) -> dict[str, str | bytes]:
         "code": hashlib.sha256(gate.code).hexdigest(),
         "weights": json.dumps(list(written.hashes)),
         "prompts": json.dumps(gate.prompts()),
-        "precision": f"{gate.quantize} {gate.activations}",
+        "precision": f"{gate.quantize} {gate.activations} {gate.batch_invariant}",
         "compiler": compiler_digest(),
         "reference": " ".join(f"{n} {metadata.version(n)}" for n in ("onnxruntime", "numpy")),
     }

@@ -1,0 +1,254 @@
+"""The same tokens, and the same bits of every logit, whatever a sequence is computed beside.
+
+In: artifacts, compiled as a user would.  Each precision that a target knows (activations, KV cache)
+is run alone and in every other company: other chunks of the prompt, other threads, other blocks,
+other sequences that came earlier or later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from cli_run import zerolayer
+from tiny_models import VOCAB, make_model
+from zerolayer.runtime_stub.container import open_artifact
+from zerolayer.runtime_stub.detect import host_facts
+from zerolayer.runtime_stub.driver_cpu import CodeObject, CpuEngine
+from zerolayer.runtime_stub.requires import compare
+from zerolayer.runtime_stub.scheduler import Scheduler
+from zerolayer.runtime_stub.session import Session
+from zerolayer.runtime_stub.step import Limits, SamplingParams, StepBatch
+from zerolayer.targets.facts import load_target
+
+F32 = npt.NDArray[np.float32]
+KV_BLOCKS = 320
+NEW = 5  # tokens after the prompt
+SEEDED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=7)
+
+# (model, overrides, prompt tokens): attention over more than one span of 1024 positions with
+# grouped heads; a window that moves through chunks of 64, with norms of heads; logits through a cap
+MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "llama": ("llama", {"max_position_embeddings": 1400, "num_hidden_layers": 2}, 1100),
+    "gemma3": ("gemma3", {"max_position_embeddings": 400, "sliding_window": 70}, 203),
+    "gemma2": ("gemma2", {"max_position_embeddings": 400, "sliding_window": 90}, 150),
+}
+# (model, activations, options of compile)
+PRECISIONS = [
+    ("llama", "int8", ("--quantize", "int4")),
+    ("llama", "bf16", ("--quantize", "bf16")),
+    ("llama", "f32", ()),
+    ("gemma3", "int8", ("--quantize", "int8")),
+    ("gemma2", "bf16", ("--quantize", "int4", "--fusion", "balanced")),
+    ("gemma2", "int8", ("--quantize", "int4", "--fusion", "conservative")),
+]
+TARGETS = ["x86-64-v3", "zen4"]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """An artifact and the prompt that is looked at."""
+
+    path: Path
+    prompt: list[int]
+    vocab: int
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    """Ids without the special ones."""
+    return np.random.default_rng(seed).integers(3, VOCAB, count).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    for name, (case, overrides, _count) in MODELS.items():
+        (root / name).mkdir()
+        make_model(case, root / name, **overrides)
+    return {name: root / name for name in MODELS}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(t, *p) for t in TARGETS for p in PRECISIONS],
+    ids=lambda p: "-".join((p[0], p[1], p[2], *(o for o in p[3] if o[:2] != "--"))),
+)
+def compiled(
+    request: pytest.FixtureRequest,
+    models: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Compiled:
+    target, model, activations, options = request.param
+    missing = compare(load_target(target).requires.as_dict(), host_facts())
+    if missing:
+        pytest.skip(f"this host cannot execute {target} code: {missing[0]}")
+    out = tmp_path_factory.mktemp("out") / "model.zla"
+    done = zerolayer(
+        "compile", models[model], "--target", target, "--activations", activations, *options,
+        "--no-verify", "-o", out,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    return Compiled(out, tokens(MODELS[model][2], 1), VOCAB)
+
+
+@contextlib.contextmanager
+def engine(path: Path, threads: int = 2, dirty: bool = False) -> Iterator[CpuEngine]:
+    """The artifact's kernels over its weights; ``dirty``: a pool whose every number is NaN."""
+    artifact = open_artifact(str(path))
+    weights, offset = artifact.map_weights()
+    code = CodeObject(artifact.member(artifact.manifest["code"]["path"]))
+    size = artifact.manifest["memory"]["weights_bytes"]
+    with CpuEngine(code, weights, offset, size, kv_blocks=KV_BLOCKS, n_threads=threads) as run:
+        if dirty:
+            import ctypes
+
+            ctypes.memset(run._kv_address, 0xFF, KV_BLOCKS * code.info.kv_block_bytes)
+        yield run
+
+
+@dataclass
+class Guest:
+    """A sequence among others: its tokens, its blocks, the step that it joins at."""
+
+    tokens: list[int]
+    blocks: Sequence[int]
+    chunk: int
+    joins: int = 0
+    params: SamplingParams = SamplingParams()  # noqa: RUF009 (never changed)
+    at: int = 0
+
+
+def together(run: CpuEngine, guests: Sequence[Guest], vocab: int) -> tuple[list[int], F32]:
+    """The first guest's next ``NEW`` tokens and their logits, all guests computed in turn."""
+    size, limit = run.code.info.kv_block_size, run.code.info.max_tokens
+    first = guests[0]
+    out: list[int] = []
+    rows: list[F32] = []
+    step = 0
+    while len(out) < NEW:
+        batch, ends = StepBatch(), []
+        for guest in guests:
+            count = min(len(guest.tokens) - guest.at, guest.chunk, limit - len(batch.tokens))
+            if step < guest.joins or count < 1:
+                continue
+            part = guest.tokens[guest.at : guest.at + count]
+            last = guest.at + count == len(guest.tokens)
+            draw = len(out) if guest is first else step
+            used = -(-(guest.at + count) // size)
+            row = (guest.params, draw, array("i")) if last else None
+            batch.add(array("i", part), guest.at, array("i", guest.blocks[:used]), row)
+            guest.at += count
+            if last:
+                ends.append(guest)
+        step += 1
+        if not batch.tokens:
+            continue
+        logits = np.zeros((max(1, len(ends)), vocab), np.float32)
+        for guest, token, row_logits in zip(
+            ends, run.step(batch, logits=logits), logits, strict=False
+        ):
+            guest.tokens = [*guest.tokens, token]
+            if guest is first:
+                out.append(token)
+                rows.append(row_logits.copy())
+    return out, np.stack(rows)
+
+
+def company(count: int, used: int) -> list[Guest]:
+    """Other sequences, of other lengths, that join at other steps."""
+    lengths = (9, 64, 1, 200, 33, 70, 17)
+    guests = []
+    for i in range(count):
+        blocks = range(used + 20 * i, used + 20 * (i + 1))
+        guests.append(Guest(tokens(lengths[i], 10 + i), blocks, 1 + 13 * i, joins=(5 * i) % 4))
+    return guests
+
+
+def assert_same(got: tuple[list[int], F32], want: tuple[list[int], F32], where: str) -> None:
+    """Token by token, bit by bit."""
+    assert got[0] == want[0], where
+    assert np.array_equal(got[1].view(np.uint32), want[1].view(np.uint32)), where
+
+
+def test_no_bit_depends_on_the_company(compiled: Compiled) -> None:
+    prompt, vocab = compiled.prompt, compiled.vocab
+    n = len(prompt) + NEW
+    used = -(-n // 16)
+    with engine(compiled.path) as run:
+        limit = run.code.info.max_tokens
+        want = together(run, [Guest(prompt, range(used), limit)], vocab)
+        assert np.isfinite(want[1]).all()
+        # other chunks of the prompt: the tiles of tokens are others, and decode's path is taken
+        for chunk in (1, 7, 33, 64, limit - 1):
+            got = together(run, [Guest(prompt, range(used), chunk)], vocab)
+            assert_same(got, want, f"chunks of {chunk}")
+        # other blocks, in another order
+        blocks = np.random.default_rng(3).permutation(KV_BLOCKS)[:used].tolist()
+        got = together(run, [Guest(prompt, blocks, 100)], vocab)
+        assert_same(got, want, "other blocks")
+    for threads in (1, 2, 3):
+        with engine(compiled.path, threads, dirty=True) as run:
+            got = together(run, [Guest(prompt, range(used), limit)], vocab)
+            assert_same(got, want, f"{threads} threads")
+            for others in (1, 7):
+                for joins in (0, 3):
+                    first = Guest(prompt, range(used), 41, joins)
+                    got = together(run, [first, *company(others, used)], vocab)
+                    where = f"{threads} threads, {others} others, joined at step {joins}"
+                    assert_same(got, want, where)
+
+
+def test_a_seed_draws_the_same_tokens_in_any_company(compiled: Compiled) -> None:
+    prompt, vocab = compiled.prompt[:90], compiled.vocab
+    with engine(compiled.path, 1) as run:
+        alone = together(run, [Guest(prompt, range(8), 512, params=SEEDED)], vocab)
+    with engine(compiled.path, 3) as run:
+        first = Guest(prompt, range(8, 16), 23, joins=2, params=SEEDED)
+        others = company(7, 16)
+        for i, guest in enumerate(others):
+            guest.params = SamplingParams(temperature=0.5 + 0.1 * i, seed=i)
+        assert_same(together(run, [first, *others], vocab), alone, "seeded")
+
+
+def test_the_scheduler_gives_a_prompt_the_same_tokens_alone_and_in_a_crowd(
+    compiled: Compiled,
+) -> None:
+    session = Session(str(compiled.path))
+    limits = session.limits()
+    few = Limits(  # a step so small that prompts are cut, a pool so small that some are preempted
+        max_tokens=48, max_seqs=8, max_logit_rows=8, max_context=limits.max_context,
+        block_size=limits.block_size,
+    )  # fmt: skip
+    prompts = [tokens(n, 20 + n) for n in (90, 5, 61, 33, 120, 17, 64, 90)]
+    prompts[7][:48] = prompts[0][:48]  # a shared beginning: found in blocks, not computed
+    params = [SamplingParams(), SEEDED] * 4
+    alone = []
+    with engine(compiled.path, 1) as run:
+        for prompt, sampling in zip(prompts, params, strict=True):
+            scheduler = Scheduler(limits, KV_BLOCKS, run.step)
+            alone.append(scheduler.add(prompt, sampling=sampling, max_new_tokens=80))
+            scheduler.run()
+    with engine(compiled.path, 2) as run:
+        scheduler = Scheduler(few, -(-300 // few.block_size), run.step)
+        crowd = []
+        for prompt, sampling in zip(prompts, params, strict=True):
+            crowd.append(scheduler.add(prompt, sampling=sampling, max_new_tokens=80))
+            scheduler.step()
+        scheduler.run()
+    assert scheduler.n_preemptions > 0 and crowd[7].n_shared > 0
+    assert [s.output for s in crowd] == [s.output for s in alone]
+
+
+def test_it_is_promised_where_one_looks(compiled: Compiled) -> None:
+    manifest = open_artifact(str(compiled.path)).manifest
+    assert manifest["numerics"]["batch_invariant"] is True
+    done = zerolayer("inspect", compiled.path, "--json")
+    assert json.loads(done.out)["numerics"]["batch_invariant"] is True
