@@ -1,7 +1,8 @@
 """The command ``bench``: where the time goes, from process start to each kernel call.
 
-In: a :class:`Session`.  Out: load phases, time to the first token, prefill and decode rates, time
-per kernel call against the manifest's prediction.  Next file: ``driver_cpu.py`` (``timed`` steps).
+In: a :class:`Session`.  Out: load phases, time to the first token, prefill and decode rates, where
+the time of a step goes against what this host can do, with ``--profile`` a trace of these steps.
+Next file: ``laps.py`` (traced steps).
 
 The first token is the real one: process start, loading, the tokenizer where the artifact has one, a
 short prompt.  Rates are the best of ``--repeat`` runs: a shared machine only ever adds time.
@@ -14,16 +15,21 @@ import time
 from array import array
 
 from .errors import UsageError
-from .generate import RUNNING
-from .options import Option, integer
+from .generate import RUNNING, profile_from
+from .laps import Recorder
+from .options import PROFILE, Option, integer
+from .phases import Table
 from .session import since_process_start
 from .step import SamplingParams, StepBatch
+from .work import group_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, Optional
 
+    from .ceilings import Ceilings
     from .driver_cpu import CpuEngine
+    from .laps import Step
     from .options import Values
     from .session import Session
 
@@ -32,6 +38,8 @@ OPTIONS = [
     Option(("-n", "--new-tokens"), "decode steps, default 64", integer(1), metavar="N"),
     Option(("--batch",), "sequences decoded together, default 1", integer(1), metavar="N"),
     Option(("--repeat",), "default 3", integer(1, 1000), metavar="N"),
+    Option(("--no-ceilings",), "do not measure what this host can do"),
+    PROFILE,
     *RUNNING,
 ]
 _PROMPT = "The capital of France is"
@@ -52,29 +60,32 @@ class _Runner:
         first = sequence * self.blocks_each
         return array("i", range(first, first + -(-positions // self.block_size)))
 
-    def prefill(self, ids: array[int], timed: bool = False) -> tuple[int, list[list[int]]]:
-        """One sequence in chunks; (next token, nanoseconds per call of each chunk)."""
-        times: list[list[int]] = []
-        token = 0
-        for start in range(0, len(ids), self.chunk):
-            part = ids[start : start + self.chunk]
-            last = start + len(part) == len(ids)
-            batch = StepBatch()
-            row = (self.greedy, 0, self.empty) if last else None
-            batch.add(part, start, self.blocks(0, start + len(part)), row)
-            out = self.engine.step(batch, timed=timed)
-            token = out[0] if last else token
-            if timed:
-                times.append(self.engine.call_ns)
-        return token, times
+    def prefill_batch(self, ids: array[int], start: int) -> StepBatch:
+        """The chunk of one sequence that begins at ``start``."""
+        part = ids[start : start + self.chunk]
+        last = start + len(part) == len(ids)
+        batch = StepBatch()
+        row = (self.greedy, 0, self.empty) if last else None
+        batch.add(part, start, self.blocks(0, start + len(part)), row)
+        return batch
 
-    def decode(self, tokens: list[int], position: int, timed: bool = False) -> list[int]:
+    def prefill(self, ids: array[int]) -> int:
+        """One sequence in chunks; its next token."""
+        out: list[int] = []
+        for start in range(0, len(ids), self.chunk):
+            out = self.engine.step(self.prefill_batch(ids, start))
+        return out[0]
+
+    def decode_batch(self, tokens: list[int], position: int) -> StepBatch:
         """One token of each sequence, all at ``position``."""
         batch = StepBatch()
         for s, token in enumerate(tokens):
             blocks = self.blocks(s, position + 1)
             batch.add(array("i", (token,)), position, blocks, (self.greedy, 0, self.empty))
-        return self.engine.step(batch, timed=timed)
+        return batch
+
+    def decode(self, tokens: list[int], position: int) -> list[int]:
+        return self.engine.step(self.decode_batch(tokens, position))
 
 
 def run_bench(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
@@ -95,14 +106,22 @@ def run_bench(session: Session, values: Values, as_json: bool) -> dict[str, Any]
     each = session.memory.blocks_for(n_prompt + n_new + 1)
     session.memory.require(each * batch * limits.block_size, session.path)
     threads, why = session.threads(values["threads"])
+    profile = profile_from(session, values)
     engine = session.start(each * batch, threads, values["pin"])
     runner = _Runner(engine, limits.block_size, each, limits.max_tokens)
+    calls = session.calls(engine, "step")
     first = _first_token(session, runner)
     repeat = values["repeat"] or 3
     ids = array("i", ((i * 7919 + 13) % session.vocab_size for i in range(n_prompt)))
     prefill, token = _best_prefill(runner, ids, repeat)
     decode = _best_decode(runner, [token] * batch, n_prompt, n_new, repeat)
-    calls = session.entry_point("step").get("calls") or []
+    ceilings = None if values["no_ceilings"] else _ceilings(session, engine)
+    steps = _traced(runner, ids, token, batch)
+    if profile is not None:
+        profile.use(engine)
+        for step in steps:
+            profile.add(step)
+        profile.write()
     data = {
         "model": session.manifest.get("model", {}).get("name"),
         "target": session.target.get("name"),
@@ -125,12 +144,8 @@ def run_bench(session: Session, values: Values, as_json: bool) -> dict[str, Any]
         "predicted_decode_tokens_per_second": (session.manifest.get("roofline") or {}).get(
             "tokens_per_second"
         ),
-        "decode_calls": _calls(
-            session, calls, _timed_decode(runner, token, n_prompt, batch), batch
-        ),
-        "prefill_calls": _calls(
-            session, calls, _timed_prefill(runner, ids), min(n_prompt, runner.chunk)
-        ),
+        "ceilings": None if ceilings is None else ceilings.as_dict(),
+        **_tables(session, calls, steps, ceilings),
     }
     if not as_json:
         _print(data)
@@ -154,7 +169,7 @@ def _best_prefill(runner: _Runner, ids: array[int], repeat: int) -> tuple[float,
     best, token = float("inf"), 0
     for _ in range(repeat):
         start = time.perf_counter()
-        token, _times = runner.prefill(ids)
+        token = runner.prefill(ids)
         best = min(best, time.perf_counter() - start)
     return best, token
 
@@ -172,66 +187,60 @@ def _best_decode(
     return best
 
 
-def _timed_decode(runner: _Runner, token: int, position: int, batch: int) -> list[int]:
-    """The median nanoseconds of each call over some steps."""
-    runs = []
-    for _ in range(9):
-        runner.decode([token] * batch, position, timed=True)
-        runs.append(runner.engine.call_ns)
-    return [sorted(column)[len(column) // 2] for column in zip(*runs)]  # noqa: B905 (Python 3.9)
+def _ceilings(session: Session, engine: CpuEngine) -> Ceilings:
+    from .ceilings import measure
+
+    return measure(engine, session.facts.memory_available)
 
 
-def _timed_prefill(runner: _Runner, ids: array[int]) -> list[int]:
-    """The nanoseconds of each call for the first chunk, the least of three runs."""
-    runs = [runner.prefill(ids[: runner.chunk], timed=True)[1][0] for _ in range(3)]
-    return [min(column) for column in zip(*runs)]  # noqa: B905 (Python 3.9)
+def _traced(runner: _Runner, ids: array[int], token: int, batch: int) -> tuple[Step, Step]:
+    """A step of the prompt's first chunk, the fastest of three, and of decoding, the median of
+    nine: each a step as it was, so that its parts add up."""
+    recorder = Recorder(runner.engine)
+    recorder.start()
+    chunk = runner.prefill_batch(ids, 0)
+    prefill = [recorder.step(chunk)[1] for _ in range(3)]
+    next_token = runner.decode_batch([token] * batch, len(ids))
+    decode = [recorder.step(next_token)[1] for _ in range(9)]
+    recorder.stop()
+    prefill.sort(key=lambda s: s.end - s.begin)
+    decode.sort(key=lambda s: s.end - s.begin)
+    return prefill[0], decode[len(decode) // 2]
 
 
-def _predicted(session: Session) -> dict[str, float]:
-    """Nanoseconds of each call of a one-token step, as predicted from the target's facts: all of
-    the target's cores and bandwidth, whatever this host has."""
-    rows = (session.manifest.get("roofline") or {}).get("calls") or []
-    return {
-        str(row["name"]): float(row["ns"])
-        for row in rows
-        if isinstance(row, dict) and "name" in row and isinstance(row.get("ns"), (int, float))
-    }
+def _predicted(session: Session, calls: list[dict[str, Any]]) -> dict[str, float]:
+    """Nanoseconds of the calls of a one-token step, over all layers, as predicted from the target's
+    facts: all of the target's cores and bandwidth, whatever this host has."""
+    groups = {str(call.get("name")): group_of(call) for call in calls}
+    out: dict[str, float] = {}
+    for row in (session.manifest.get("roofline") or {}).get("calls") or []:
+        ns = row.get("ns") if isinstance(row, dict) else None
+        group = groups.get(str(row["name"])) if ns is not None and "name" in row else None
+        if isinstance(ns, (int, float)) and group is not None:
+            out[group] = out.get(group, 0.0) + ns
+    return out
 
 
-def _calls(
-    session: Session, calls: list[dict[str, Any]], times: list[int], rows: int
-) -> list[dict[str, Any]]:
-    """Calls grouped over layers: time, share, bytes, bandwidth, part of the predicted speed."""
-    predicted = _predicted(session) if rows == 1 else {}  # the prediction is for one token
-    groups: dict[str, dict[str, Any]] = {}
-    for call, ns in zip(calls, times):  # noqa: B905 (Python 3.9)
-        layer = call.get("layer")
-        name = str(call.get("name"))
-        place = name.replace(f"layers.{layer}.", "layers.*.") if layer is not None else name
-        group = groups.setdefault(
-            place, {"call": place, "op": call.get("op"), "count": 0, "ns": 0, "bytes": 0,
-                    "flops": 0, "predicted_ns": 0.0}
-        )  # fmt: skip
-        scale = call["rows"] if isinstance(call.get("rows"), int) else rows
-        if call.get("rows") in ("R", "S"):
-            scale = 1
-        group["count"] += 1
-        group["ns"] += ns
-        group["bytes"] += call.get("weight_bytes", 0)
-        group["bytes"] += call.get("activation_bytes_per_row", 0) * scale
-        group["flops"] += call.get("flops_per_row", 0) * scale
-        group["predicted_ns"] += predicted.get(name, 0.0)
-    total = sum(g["ns"] for g in groups.values()) or 1
-    out = []
-    for group in groups.values():
-        ns = max(group["ns"], 1)
-        group["share"] = round(group["ns"] / total, 4)
-        group["gb_per_second"] = round(group["bytes"] / ns, 3)
-        group["gflops"] = round(group["flops"] / ns, 3)
-        wanted = group.pop("predicted_ns")
-        group["percent_of_roofline"] = round(100 * wanted / ns, 1) if wanted else None
-        out.append(group)
-    return sorted(out, key=lambda g: -g["ns"])
+def _tables(
+    session: Session,
+    calls: list[dict[str, Any]],
+    steps: tuple[Step, Step],
+    ceilings: Optional[Ceilings],
+) -> dict[str, Any]:
+    """``prefill_phases``, ``prefill_calls`` and the same of decode."""
+    out: dict[str, Any] = {}
+    for name, step in zip(("prefill", "decode"), steps):  # noqa: B905 (Python 3.9)
+        table = Table(session.manifest, calls, step, ceilings)
+        rows = table.calls_as_dicts()
+        # the prediction is for one token
+        predicted = _predicted(session, calls) if step.tokens == 1 else {}
+        for row in rows:
+            wanted = predicted.get(row["call"])
+            percent = round(100 * wanted / max(row["ns"], 1), 1) if wanted else None
+            row["percent_of_roofline"] = percent
+        out[f"{name}_phases"] = table.as_dict()
+        out[f"{name}_calls"] = rows
+    return out
 
 
 def _print(data: dict[str, Any]) -> None:
@@ -245,14 +254,48 @@ def _print(data: dict[str, Any]) -> None:
     write(f"prefill {prefill['tokens']} tokens: {prefill['tokens_per_second']:.1f} tokens/s\n")
     write(f"decode {decode['sequences']} x {decode['steps']} tokens: ")
     write(f"{decode['tokens_per_second']:.1f} tokens/s ({decode['ms_per_step']:.2f} ms per step)\n")
-    for title in ("decode_calls", "prefill_calls"):
-        write(f"\n{title.replace('_', ' ').ljust(40)}  count      us  share    GB/s  roofline\n")
-        for g in data[title]:
-            percent = g["percent_of_roofline"]
-            write(f"{g['call'][:40].ljust(40)}  {g['count']:5d}  {g['ns'] / 1e3:6.0f}  ")
-            write(f"{100 * g['share']:4.1f}%  {g['gb_per_second']:6.2f}  ")
-            write("       -\n" if percent is None else f"{percent:7.1f}%\n")
+    for step in ("decode", "prefill"):
+        phases = data[f"{step}_phases"]
+        count = phases["tokens"]
+        title = f"{step} step, {count} token{'s' if count > 1 else ''}"
+        _print_table(title, phases["rows"], "phase")
+        write(f"{'all'.ljust(34)}         {phases['step_ns'] / 1e3:8.1f}        ")
+        write(f" {phases['bytes'] / 1e6:7.2f}  {phases['gb_per_second']:6.2f}")
+        percent = phases["percent_of_ceiling"]
+        write("\n" if percent is None else f"          {percent:5.1f}%\n")
+        _print_table("kernels", data[f"{step}_calls"], "call")
+    _print_ceilings(data)
+
+
+def _print_table(title: str, rows: list[dict[str, Any]], label: str) -> None:
+    """One line per row."""
+    write = sys.stdout.write
+    write(
+        f"\n{title[:34].ljust(34)}  count        us  share       MB    GB/s   Gop/s  of ceiling\n"
+    )
+    for row in rows:
+        write(f"{row[label][:34].ljust(34)}  {row['count'] or '':5}  {row['ns'] / 1e3:8.1f}  ")
+        write(f"{100 * row['share']:4.1f}%")
+        if row["count"]:
+            write(f"  {row['bytes'] / 1e6:7.2f}  {row['gb_per_second']:6.2f}  ")
+            write(f"{row['gop_per_second']:6.1f}")
+        if row["percent_of_ceiling"] is not None:
+            write(f"  {row['percent_of_ceiling']:5.1f}% {row['bound']}")
+        write("\n")
+
+
+def _print_ceilings(data: dict[str, Any]) -> None:
+    write = sys.stdout.write
+    found = data["ceilings"]
+    if found is not None:
+        write(f"\nceilings measured here with {data['threads']} threads: ")
+        write(f"memory {found['read_memory_gb_per_second']:.1f} GB/s, ")
+        write(f"cache {found['read_cache_gb_per_second']:.1f} GB/s")
+        for kind in ("int8", "bf16", "f32"):
+            if found[f"{kind}_gop_per_second"] is not None:
+                write(f", {kind} {found[f'{kind}_gop_per_second']:.0f} Gop/s")
+        write("\n")
     predicted = data["predicted_decode_tokens_per_second"]
     if isinstance(predicted, (int, float)):
-        write(f"\nroofline: the speed beside what is predicted for all of {data['target']}: ")
+        write(f"predicted for all of {data['target']}: ")
         write(f"at most {predicted:,.0f} tokens/s decode\n")

@@ -36,7 +36,7 @@ COMMANDS = {
     "generate": ("generate [PROMPT | -]", "go on from a prompt"),
     "chat": ("chat", "talk; reads one message per line"),
     "verify": ("verify", "check every byte, then the golden prompts"),
-    "bench": ("bench", "measure start, prefill, decode and each kernel"),
+    "bench": ("bench", "measure start, prefill, decode; where the time goes"),
     "run": ("run --input NAME=FILE.npy ...", "run a graph that is not a language model"),
 }
 

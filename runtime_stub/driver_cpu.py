@@ -411,6 +411,11 @@ class CpuEngine:
         )
         check_status(status, "run")
 
+    @property
+    def handle(self) -> ctypes.c_void_p:
+        """The ``zl_engine *``, for the functions that ``laps.py`` calls."""
+        return self._engine
+
     def copy_block(self, source: int, destination: int) -> None:
         """Copies one KV block onto another (copy-on-write of a shared, partly filled block)."""
         size = self.code.info.kv_block_bytes

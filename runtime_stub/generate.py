@@ -10,7 +10,7 @@ import sys
 import time
 
 from .errors import InputFileError, UsageError
-from .options import THREADS, Option, integer, number, size, token_ids, word
+from .options import PROFILE, THREADS, Option, integer, number, size, token_ids, word
 from .step import SamplingParams
 
 TYPE_CHECKING = False
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from typing import Any, Callable, Optional
 
     from .options import Values
+    from .profile import Profile
     from .scheduler import Scheduler, Sequence
     from .session import Session
     from .stream import TextStream
@@ -55,6 +56,7 @@ GENERATE = [
     Option(("--stop",), "end before this text (may be repeated)", word, metavar="TEXT", many=True),
     Option(("--ignore-eos",), "do not end at the model's end-of-text token"),
     Option(("--no-stream",), "print when finished, not as it comes"),
+    PROFILE,
     *RUNNING,
 ]  # fmt: skip
 
@@ -310,6 +312,15 @@ def _usage(prompt: int, completion: int) -> dict[str, int]:
     }
 
 
+def profile_from(session: Session, values: Values) -> Optional[Profile]:
+    """What ``--profile`` asks for, if it does; UsageError for a path that cannot be written."""
+    if values["profile"] is None:
+        return None
+    from .profile import Profile
+
+    return Profile(session, values["profile"])
+
+
 def run_generate(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
     """``generate``: returns what ``--json`` prints."""
     session.require_host()
@@ -332,7 +343,10 @@ def run_generate(session: Session, values: Values, as_json: bool) -> dict[str, A
     )
     blocks = session.kv_blocks(wanted, lengths[0], context, values["kv_memory"])
     threads, why = session.threads(values["threads"])
-    scheduler = session.scheduler(blocks, threads, pin=values["pin"], max_context=context)
+    profile = profile_from(session, values)
+    scheduler = session.scheduler(
+        blocks, threads, pin=values["pin"], max_context=context, profile=profile
+    )
     live = len(prompts) == 1 and not as_json and not values["no_stream"]
     _submit(session, scheduler, prompts, values=values, sampling=sampling, live=live)
     try:
@@ -344,6 +358,8 @@ def run_generate(session: Session, values: Values, as_json: bool) -> dict[str, A
     results = [_result(p) for p in prompts]
     if not as_json:
         _print_results(results, live)
+    if profile is not None:
+        profile.write()
     totals = [sum(r["usage"][k] for r in results) for k in ("prompt_tokens", "completion_tokens")]
     common: dict[str, Any] = {
         "model": session.manifest.get("model", {}).get("name"),

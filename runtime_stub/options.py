@@ -192,3 +192,9 @@ THREADS = Option(
     integer(1, MAX_THREADS),
     metavar="N",
 )
+PROFILE = Option(
+    ("--profile",),
+    "write a trace of steps by kernel and thread, for ui.perfetto.dev",
+    word,
+    metavar="FILE",
+)

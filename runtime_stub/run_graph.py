@@ -12,7 +12,7 @@ import time
 
 from .errors import IntegrityError, ResourceError, UsageError
 from .npy import DTYPE_BYTES, DTYPES, read_npy, write_npy
-from .options import THREADS, Option, word
+from .options import PROFILE, THREADS, Option, word
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ OPTIONS = [
            many=True),
     Option(("--output-dir",), "where to write NAME.npy for each output", word, metavar="DIR"),
     THREADS,
+    PROFILE,
 ]  # fmt: skip
 
 #: operators that pick rows -> which of their inputs are (table, indices)
@@ -173,11 +174,19 @@ def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]
             next_step="build the artifact again",
         ) from None
     session.memory.require(0, session.path)
+    profile = None
+    if values["profile"] is not None:
+        from .profile import Profile
+
+        profile = Profile(session, values["profile"], "run")
     threads, _why = session.threads(values["threads"])
     engine = session.start(0, threads)
+    step = engine.run if profile is None else profile.attach(engine).run
     start = time.perf_counter()
-    engine.run(inputs, outputs, dims)
+    step(inputs, outputs, dims)
     seconds = time.perf_counter() - start
+    if profile is not None:
+        profile.write()
     described = []
     for name, data in zip(entry["outputs"], outputs):  # noqa: B905 (Python 3.9)
         dtype, shape = buffers[name]["dtype"], shapes[name]

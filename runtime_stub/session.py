@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing import Any, Optional
 
     from .driver_cpu import CpuEngine
+    from .profile import Profile
     from .scheduler import Scheduler
     from .step import Limits
     from .text import TextCodec
@@ -51,6 +52,8 @@ _SHAPES: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("entry_points[].dims[]", (str,)),
     ("entry_points[].calls", (list,)),
     ("entry_points[].calls[]", (dict,)),
+    ("entry_points[].calls[].constants", (dict, type(None))),
+    ("entry_points[].calls[].inputs", (list, type(None))),
     ("entry_points[].calls[].weight_bytes", (int,)),
     ("entry_points[].calls[].activation_bytes_per_row", (int,)),
     ("entry_points[].calls[].flops_per_row", (int,)),
@@ -58,6 +61,7 @@ _SHAPES: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("buffers[]", (dict,)),
     ("buffers[].name", (str,)),
     ("buffers[].dtype", (str,)),
+    ("buffers[].nbytes", (int, type(None))),
     ("buffers[].shape", (list,)),
     ("buffers[].shape[]", (int, str)),
     ("code", (dict, type(None))),
@@ -215,6 +219,12 @@ class Session:
             next_step="use run --input NAME=FILE.npy" if graph else "use generate or chat",
         )
 
+    def calls(self, engine: CpuEngine, entry: str) -> list[dict[str, Any]]:
+        """The kernel calls of an entry point, as many as the code object has."""
+        calls: list[dict[str, Any]] = self.entry_point(entry).get("calls") or []
+        engine.code.check_against({"n_calls": len(calls)}, self.path)
+        return calls
+
     def limits(self) -> Limits:
         """The limits of one step; UnsupportedError for a model that is not a language model."""
         from .step import Limits
@@ -309,14 +319,16 @@ class Session:
         *,
         pin: bool = False,
         max_context: Optional[int] = None,
+        profile: Optional[Profile] = None,
     ) -> Scheduler:
-        """The engine behind a scheduler with ``kv_blocks`` blocks."""
+        """The engine behind a scheduler with ``kv_blocks`` blocks; ``profile`` traces its steps."""
         from .scheduler import Scheduler
 
         limits = self.limits()
         limits.max_context = min(limits.max_context, max_context or limits.max_context)
         engine = self.start(kv_blocks, threads, pin)
-        return Scheduler(limits, kv_blocks, engine.step, engine.copy_block)
+        step = engine.step if profile is None else profile.attach(engine).step
+        return Scheduler(limits, kv_blocks, step, engine.copy_block)
 
     def kv_blocks(
         self, wanted: int, longest: int, max_context: Optional[int], kv_memory: Optional[int]

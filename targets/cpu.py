@@ -49,7 +49,7 @@ DECODED = "decoded_f32"
 _BY_ID: Mapping[str, KernelRow] = {r.id: r for r in ROWS}
 _STEP_SYMBOLS = {"T": "n_tokens", "S": "n_seqs", "R": "n_logit_rows", "B": "max_blocks"}
 #: what else has to be beside the kernels' headers
-_HEADERS = ("zl_abi.h", "zl_team.h", "zl_task.h")
+_HEADERS = ("zl_abi.h", "zl_team.h", "zl_task.h", "zl_trace.h", "zl_probe.h")
 
 
 def packed_bytes(layout: str, format: str, n: int, k: int) -> int:

@@ -23,7 +23,9 @@ from .elf import EM_AARCH64, EM_X86_64, SharedObject, read_shared_object
 from .facts import Target
 
 GLIBC = "2.17"
-EXPORTS = ("zl_create", "zl_destroy", "zl_info", "zl_run", "zl_step")
+EXPORTS = (
+    "zl_create", "zl_destroy", "zl_info", "zl_probe", "zl_run", "zl_step", "zl_trace",
+)  # fmt: skip
 _ALLOWED_LIBRARIES = (
     "libc.so.6",
     "libm.so.6",

@@ -20,7 +20,7 @@ from typing import Any
 from zerolayer.compiler.artifact.loader_sources import loader_members
 from zerolayer.compiler.artifact.vendor import collect_vendor
 from zerolayer.compiler.artifact.writer import WeightEntry, write_artifact
-from zerolayer.runtime_stub import driver_cpu
+from zerolayer.runtime_stub import ceilings, driver_cpu, laps
 
 VOCAB, BOS, EOS, USER = 259, 256, 257, 258
 WEIGHT_BYTE = 42
@@ -54,12 +54,15 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "zl_sampling": driver_cpu.Sampling,
     "zl_batch": driver_cpu.Batch,
     "zl_create_args": driver_cpu.CreateArgs,
+    "zl_lap": laps.CLap,
+    "zl_ceilings": ceilings.CCeilings,
 }
 
 
 @cache
-def engine_code() -> bytes:
-    """The shared object of ``loader_engine.c``, compiled once per test run.
+def engine_code(*defines: str) -> bytes:
+    """The shared object of ``loader_engine.c``, compiled once per test run; with ``WITHOUT_TRACE``
+    it lacks the functions that an older code object lacks.
 
     Its symbol ``layout`` holds the size of each of STRUCTURES and the offset of each field, as the
     C compiler sees them.
@@ -76,8 +79,8 @@ def engine_code() -> bytes:
         subprocess.run(
             [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-gnu.2.17",
              "-mcpu=x86_64_v3", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra",
-             "-Werror", f"-I{here.parent / 'templates' / 'cpu'}", "-include", str(header), "-o",
-             str(out), str(here / "loader_engine.c")],
+             "-Werror", *(f"-D{d}" for d in defines), f"-I{here.parent / 'templates' / 'cpu'}",
+             "-include", str(header), "-o", str(out), str(here / "loader_engine.c")],
             check=True,
         )  # fmt: skip
         return out.read_bytes()

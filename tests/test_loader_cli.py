@@ -548,6 +548,7 @@ def test_info_and_help(artifact: Path, capsys: Any) -> None:
 
 
 def test_bench_reports_every_part(artifact: Path, capsys: Any) -> None:
+    """The fake engine's calls take 1, 2 and 3 us, then 4 us of waiting; it reads 10 GB/s."""
     run = Run(capsys, artifact, "bench", "-p", "40", "-n", "8", "--batch", "2", "--json")
     assert run.code == 0
     data = run.json
@@ -555,12 +556,106 @@ def test_bench_reports_every_part(artifact: Path, capsys: Any) -> None:
     assert data["process_start_to_first_token_ms"] > 0
     calls = {c["call"]: c for c in data["decode_calls"]}
     assert calls["layers.*.c"]["ns"] == 3000
-    assert calls["layers.*.c"]["bytes"] == 64 + 2 * 8
-    assert calls["layers.*.c"]["gb_per_second"] == round(80 / 3000, 3)
-    assert sum(c["share"] for c in data["decode_calls"]) == pytest.approx(1, abs=1e-3)
+    assert calls["layers.*.c"]["bytes"] == 64 and calls["layers.*.c"]["flops"] == 2 * 16
+    assert calls["layers.*.c"]["gb_per_second"] == round(64 / 3000, 3)
+    phases = data["decode_phases"]
+    assert phases["tokens"] == 2 and data["prefill_phases"]["tokens"] == 32
+    rows = {r["phase"]: r for r in phases["rows"]}
+    assert phases["bytes"] == 3 * 64  # in the cache; 32 operations of float32 take 6.4 ns
+    assert phases["percent_of_ceiling"] == round(100 * 3 * 6.4 / phases["step_ns"], 1)
+    assert rows["other"]["ns"] == 6000 and rows["waiting"]["ns"] == 4000
+    assert sum(r["ns"] for r in phases["rows"]) == pytest.approx(phases["step_ns"])
+    assert sum(r["share"] for r in phases["rows"]) == pytest.approx(1, abs=1e-3)
+    assert data["ceilings"]["read_memory_gb_per_second"] == 10
+    assert data["ceilings"]["bf16_gop_per_second"] is None
     one = Run(capsys, artifact, "bench", "-n", "4", "--json").json
     percent = {c["call"]: c["percent_of_roofline"] for c in one["decode_calls"]}
     assert percent == {"layers.*.c": 25.0, "layers.*.b": None, "layers.*.a": None}
+
+
+def test_bench_says_what_bounds_a_row(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """By hand: 10 GB/s from memory, 100 from the cache, 20 Gop/s of int8, 5 of float32."""
+    manifest = loader_fake.manifest()
+    manifest["entry_points"][0]["calls"] = [
+        {"name": "embed", "op": "Embed", "kernel": "Embed.x", "rows": "T", "weight_bytes": 0,
+         "activation_bytes_per_row": 2000, "flops_per_row": 0},
+        {"name": "layers.0.mlp.up", "op": "Linear", "kernel": "Linear.int8.x", "rows": "T",
+         "layer": 0, "weight_bytes": 10000, "activation_bytes_per_row": 40, "flops_per_row": 30000},
+        {"name": "layers.0.attn.attention", "op": "PagedAttention", "kernel": "PagedAttention.x",
+         "rows": "T", "layer": 0, "weight_bytes": 0, "activation_bytes_per_row": 40,
+         "flops_per_row": 50, "inputs": ["q", "k_cache.0", None],
+         "constants": {"window": 12, "kv_dtype": "f32"}},
+    ]  # fmt: skip
+    manifest["buffers"].append(
+        {"name": "k_cache.0", "kind": "kv", "dtype": "f32", "shape": [16], "nbytes": 16 * 300}
+    )
+    artifact = loader_fake.build(tmp_path / "a.zla", vendor=False, **{
+        k: manifest[k] for k in ("entry_points", "buffers")
+    })  # fmt: skip
+
+    def bench(cache_bytes: int) -> dict[str, Any]:
+        monkeypatch.setattr("zerolayer.runtime_stub.ceilings.last_cache_bytes", lambda: cache_bytes)
+        run = Run(capsys, artifact, "bench", "-p", "20", "-n", "2", "--threads", "1", "--json")
+        assert run.code == 0, run.err
+        return {r["phase"]: r for r in run.json["decode_phases"]["rows"]}
+
+    rows = bench(1000)
+    assert list(rows) == ["embedding", "attention", "mlp", "sampling", "waiting", "loader"]
+    # 2000 bytes of one row in 1 us
+    assert rows["embedding"]["bound"] == "memory"
+    assert rows["embedding"]["percent_of_ceiling"] == pytest.approx(100 * 200 / 1000)
+    # 10000 bytes take 1000 ns, 30000 operations 1500
+    assert rows["mlp"]["bound"] == "arithmetic"
+    assert rows["mlp"]["percent_of_ceiling"] == pytest.approx(100 * 1500 / 2000)
+    # position 20 attends to 12, itself among them: 600 operations take 120 ns, 3600 bytes 360
+    assert rows["attention"]["bytes"] == 3600 and rows["attention"]["flops"] == 600
+    assert rows["attention"]["bound"] == "memory"
+    assert rows["attention"]["percent_of_ceiling"] == pytest.approx(100 * 360 / 3000)
+    # 15600 bytes stay in a cache of 20000
+    rows = bench(20000)
+    assert rows["embedding"]["bound"] == "cache" and rows["attention"]["bound"] == "arithmetic"
+    assert rows["embedding"]["percent_of_ceiling"] == pytest.approx(100 * 20 / 1000)
+    shown = Run(capsys, artifact, "bench", "-p", "20", "-n", "2", "--threads", "1")
+    assert shown.code == 0 and "75.0% arithmetic" in shown.out and "memory 10.0 GB/s" in shown.out
+    assert "waiting" in shown.out and "loader" in shown.out
+
+
+def test_code_that_cannot_measure_is_refused(tmp_path: Path, capsys: Any) -> None:
+    old = {"kernels/fake.so": loader_fake.engine_code("WITHOUT_TRACE")}
+    artifact = loader_fake.build(tmp_path / "old.zla", members=old, vendor=False)
+    out = tmp_path / "trace.json"
+    command = ["generate", "--tokens", "1,2", "-n", "2"]
+    assert Run(capsys, artifact, *command).code == 0
+    run = Run(capsys, artifact, *command, "--profile", str(out))
+    assert run.code == 4 and "no zl_trace" in run.err and "compile" in run.err
+    run = Run(capsys, artifact, "bench", "-n", "2")
+    assert run.code == 4 and "no zl_probe" in run.err
+    assert [p.name for p in tmp_path.iterdir()] == ["old.zla"]
+
+
+def test_what_profile_may_not_write(
+    artifact: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    (tmp_path / "folder").mkdir()
+    command = ["generate", "--tokens", "1,2", "-n", "2", "--profile"]
+    for bad in ("", "missing/x.json", "folder", "/dev/null", f"{artifact}/x.json"):
+        place = bad if bad.startswith("/") or not bad else str(tmp_path / bad)
+        run = Run(capsys, artifact, *command, place)
+        assert run.code == 2 and "--profile" in run.err, bad
+        assert run.out == ""  # before anything was generated
+    (tmp_path / "link.json").symlink_to(tmp_path / "folder" / "real.json")
+    assert Run(capsys, artifact, *command, str(tmp_path / "link.json")).code == 0
+    good = (tmp_path / "folder" / "real.json").read_text()
+    assert json.loads(good)["traceEvents"] and (tmp_path / "link.json").is_symlink()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    run = Run(capsys, artifact, *command, str(tmp_path / "link.json"))
+    assert run.code == 8 and "No space left" in run.err
+    assert (tmp_path / "folder" / "real.json").read_text() == good
+    assert [p.name for p in (tmp_path / "folder").iterdir()] == ["real.json"]
 
 
 def test_run_reads_and_writes_arrays(artifact: Path, tmp_path: Path, capsys: Any) -> None:

@@ -1,7 +1,8 @@
 /* The binary interface between a compiled CPU code object and the loader.
  *
  * In: nothing.  Out: the structures that runtime_stub/driver_cpu.py mirrors with ctypes; change one,
- * change the other and raise ZL_ABI_VERSION.  Next file: zl_team.h (threads).
+ * change the other and raise ZL_ABI_VERSION.  A function of its own is no change: the loader looks zl_trace and
+ * zl_probe up only when they are asked for.  Next file: zl_team.h (threads).
  *
  * Every array is row-major and owned by the caller for the duration of the call.  The weights mapping
  * must outlive the engine.  No function ever raises a signal for bad arguments: it returns a code.
@@ -77,6 +78,21 @@ typedef struct zl_create_args {
   const int32_t *cpus; /* [n_cpus] */
 } zl_create_args;
 
+/* What one thread did from begin_ns to end_ns.  The laps of a thread follow each other without a gap, and all
+ * threads have the first begin and the last end in common: those of the step. */
+typedef struct zl_lap {
+  uint64_t begin_ns, end_ns; /* CLOCK_MONOTONIC */
+  int64_t call;              /* the kernel call's number, or one of zl_lap_kind */
+  int64_t rows;              /* of the call, over all threads */
+} zl_lap;
+enum zl_lap_kind { ZL_LAP_WAIT = -1 /* for other threads */, ZL_LAP_SAMPLE = -2 };
+
+/* What the machine reached with this code and the engine's threads.  0: the code has no such instruction. */
+typedef struct zl_ceilings {
+  double read_memory, read_cache; /* 1e9 bytes a second */
+  double f32, bf16, int8;         /* 1e9 operations a second; a multiply-add is two */
+} zl_ceilings;
+
 typedef struct zl_engine zl_engine;
 
 const zl_module_info *zl_info(void);
@@ -85,6 +101,12 @@ int32_t zl_step(zl_engine *engine, const zl_batch *batch);
 /* inputs / outputs in manifest order; dims[i] is the value of the manifest's i-th symbol */
 int32_t zl_run(zl_engine *engine, const void *const *inputs, void *const *outputs, const int64_t *dims,
                int32_t n_dims, uint64_t *call_ns);
+/* From now on each step or run writes its laps, laps[n_threads, capacity], and how many each thread had, counts
+ * [n_threads]; those past capacity are counted but not written.  laps NULL: no longer.  Not while a step runs. */
+int32_t zl_trace(zl_engine *engine, zl_lap *laps, int64_t capacity, int64_t *counts);
+/* Measures for some hundred milliseconds.  memory[bytes], 64-byte aligned, is overwritten; it should be several times
+ * the last cache, and its first cache_bytes should fit in it: both at least 512 bytes for each thread. */
+int32_t zl_probe(zl_engine *engine, void *memory, uint64_t bytes, uint64_t cache_bytes, zl_ceilings *out);
 void zl_destroy(zl_engine *engine);
 
 #endif
