@@ -117,6 +117,8 @@ def run_bench(session: Session, values: Values, as_json: bool) -> dict[str, Any]
     decode = _best_decode(runner, [token] * batch, n_prompt, n_new, repeat)
     ceilings = None if values["no_ceilings"] else _ceilings(session, engine)
     steps = _traced(runner, ids, token, batch)
+    if ceilings is not None:  # before and after the steps: on a shared host bandwidth moves
+        ceilings.join(_ceilings(session, engine))
     if profile is not None:
         profile.use(engine)
         for step in steps:
@@ -289,7 +291,9 @@ def _print_ceilings(data: dict[str, Any]) -> None:
     found = data["ceilings"]
     if found is not None:
         write(f"\nceilings measured here with {data['threads']} threads: ")
-        write(f"memory {found['read_memory_gb_per_second']:.1f} GB/s, ")
+        low, high = found["read_memory_range"]
+        between = f"{low:.1f} to " if low < 0.9 * high else ""
+        write(f"memory {between}{high:.1f} GB/s, ")
         write(f"cache {found['read_cache_gb_per_second']:.1f} GB/s")
         for kind in ("int8", "bf16", "f32"):
             if found[f"{kind}_gop_per_second"] is not None:

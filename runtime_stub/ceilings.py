@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_CACHE = 32 << 20
 #: of the last cache: the buffer that is read from memory, that which is read from the cache
-_BUFFER, _IN_CACHE = 16, 0.5
+_BUFFER, _IN_CACHE = 8, 0.5
 _LARGEST = 1 << 30
 
 
@@ -32,20 +32,34 @@ class CCeilings(ctypes.Structure):
 class Ceilings:
     """GB/s that the engine's threads read together from memory and from the last cache, and Gop/s
     by the type that is multiplied (0: the code has no such instruction).  ``cache_bytes`` is the
-    size of the last cache, ``buffer_bytes`` of what was read from memory."""
+    size of the last cache, ``buffer_bytes`` of what was read from memory, ``memory_range`` the
+    lowest and highest figure of several measurements: on a shared host they differ."""
 
-    __slots__ = ("buffer_bytes", "cache_bytes", "operations", "read_cache", "read_memory")
+    __slots__ = (
+        "buffer_bytes", "cache_bytes", "memory_range", "operations", "read_cache", "read_memory",
+    )  # fmt: skip
 
     def __init__(self, found: CCeilings, cache_bytes: int, buffer_bytes: int) -> None:
         self.read_memory = float(found.read_memory)
+        self.memory_range = (self.read_memory, self.read_memory)
         self.read_cache = float(found.read_cache)
         self.operations = {kind: float(getattr(found, kind)) for kind in ("int8", "bf16", "f32")}
         self.cache_bytes = cache_bytes
         self.buffer_bytes = buffer_bytes
 
+    def join(self, other: Ceilings) -> None:
+        """The best of two measurements."""
+        for name in ("read_memory", "read_cache"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+        for kind, rate in other.operations.items():
+            self.operations[kind] = max(rate, self.operations[kind])
+        both = self.memory_range + other.memory_range
+        self.memory_range = (min(both), max(both))
+
     def as_dict(self) -> dict[str, object]:
         return {
             "read_memory_gb_per_second": round(self.read_memory, 2),
+            "read_memory_range": [round(rate, 2) for rate in self.memory_range],
             "read_cache_gb_per_second": round(self.read_cache, 2),
             **{f"{k}_gop_per_second": round(v, 1) or None for k, v in self.operations.items()},
             "cache_bytes": self.cache_bytes,

@@ -145,11 +145,17 @@ def test_ceilings_are_plausible(built: Built, threads: int) -> None:
         assert run.step(batch_of([1], 0))  # and the engine still works
     assert found.buffer_bytes <= 128 << 20
     assert 0.1 < found.read_memory < 500 * threads and 0.1 < found.read_cache < 2000 * threads
-    peaks = found.operations
+    peaks = dict(found.operations)
     assert 0.5 < peaks["f32"] < 1000 * threads
     assert peaks["f32"] < peaks["int8"] < 20000 * threads
     assert bool(peaks["bf16"]) == ("avx512bf16" in resolve_host().features)
     assert not peaks["bf16"] or peaks["f32"] < peaks["bf16"] < peaks["int8"]
+    again = ceilings.Ceilings(ceilings.CCeilings(1e6, 0.5, 1, 1, 1e6), 1, 1)
+    memory, cache = found.read_memory, found.read_cache
+    found.join(again)
+    assert found.read_memory == 1e6 and found.read_cache == cache
+    assert found.memory_range == (memory, 1e6) and found.operations["int8"] == 1e6
+    assert found.operations["f32"] == peaks["f32"]
     shown = found.as_dict()
     assert shown["bf16_gop_per_second"] is None or shown["bf16_gop_per_second"] == round(
         peaks["bf16"], 1
