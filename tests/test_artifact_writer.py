@@ -232,7 +232,7 @@ def test_a_killed_build_leaves_nothing_usable(number: signal.Signals, tmp_path: 
     for name in leftovers(tmp_path):
         assert number == signal.SIGKILL
         # without its header page it is not an artifact
-        assert (tmp_path / name).read_bytes()[:2] == b"\0\0"
+        assert (tmp_path / name).read_bytes()[:2] in (b"", b"\0\0")
     write(out)
     assert leftovers(tmp_path) == []
 
@@ -270,6 +270,37 @@ def test_too_little_disk_is_said_before_work(
     weight = WeightEntry("w", 10, "u8", (10,), "row_major", "F32", "s", lambda: pytest.fail("ran"))
     with pytest.raises(ResourceError, match=r"needs about .* bytes on disk, but 12345 are free"):
         write(tmp_path / "x.zla", [weight])
+
+
+def test_weights_are_written_in_whole_aligned_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small and large pieces alike: no write crosses the weights in bits, so that the page cache
+    can hold huge pages."""
+    block, page = 2 << 20, 65536
+    sizes = [100_000, 3_000_001, 64, 5 * block, 700_000, 900_000, block, 1]
+    data = [bytes([i + 1]) * n for i, n in enumerate(sizes)]
+    writes: list[tuple[int, int]] = []
+    real = os.write
+
+    def record(fd: int, piece: memoryview) -> int:
+        writes.append((os.lseek(fd, 0, os.SEEK_CUR), len(piece)))
+        return real(fd, piece)
+
+    monkeypatch.setattr(writer.os, "write", record)
+    out = tmp_path / "x.zla"
+    weights = [entry(f"w{i}", d, pieces=1 + i % 3) for i, d in enumerate(data)]
+    write(out, weights)
+    end = page + -(-writer.weight_offsets([("s", len(d)) for d in [*data, b""]])[-1] // page) * page
+    of_weights = [(at, n) for at, n in writes if page <= at < end]
+    assert [at for at, _ in of_weights][1:] == [at + n for at, n in of_weights][:-1]
+    assert all((at + n) % block == 0 for at, n in of_weights[:-1])
+    assert len(of_weights) <= -(-end // block)
+    with open_artifact(str(out)) as artifact:
+        artifact.verify_all()
+        mapped, first = artifact.map_weights()
+        at = writer.weight_offsets([("s", len(d)) for d in data])
+        assert all(mapped[first + a : first + a + len(d)] == d for a, d in zip(at, data, strict=True))
 
 
 def test_disk_full_while_writing(tmp_path: Path) -> None:
