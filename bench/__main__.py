@@ -13,7 +13,16 @@ from pathlib import Path
 
 from bench.kernels import all_kernels
 from bench.matrix import LINES, OURS, SUITES, Suite
-from bench.measure import ROOT, Place, build_ceilings, compile_all, forget, measure, profile
+from bench.measure import (
+    ROOT,
+    Place,
+    build_ceilings,
+    compile_all,
+    forget,
+    make_environment,
+    measure,
+    profile,
+)
 from bench.plot import draw
 from bench.report import write_readme, write_report
 from bench.results import SUITE, Results, verdict
@@ -57,6 +66,7 @@ def run(options: argparse.Namespace, place: Place) -> int:
     place.artifacts.mkdir(parents=True, exist_ok=True)
     place.results.parent.mkdir(parents=True, exist_ok=True)
     suites = chosen(options)
+    make_environment(place)
     compile_all(place, [system for suite in suites for system in suite.systems])
     if options.compile_only:
         return 0

@@ -12,7 +12,8 @@ OURS = "zerolayer"
 
 @dataclass(frozen=True)
 class Peer:
-    """How a peer is installed and run; its environment is ``venv`` in the peers' folder."""
+    """How a peer is installed and run; its environment is ``venv`` in the peers' folder, made from
+    the same Python as all, with nothing else in it."""
 
     venv: str
     runner: str
@@ -21,7 +22,7 @@ class Peer:
 
 
 PEERS = {
-    OURS: Peer("", "ours.py", ()),
+    OURS: Peer("venv-zerolayer", "ours.py", ()),
     "llama.cpp": Peer(
         "venv-llamacpp",
         "llamacpp.py",
@@ -31,7 +32,8 @@ PEERS = {
     "OpenVINO": Peer("venv-openvino", "ov.py", ("openvino-genai==2026.4.1.0",)),
     "ONNX Runtime": Peer("venv-ort", "ort.py", ("onnxruntime-genai==0.18.0",)),
 }
-"""The first is this project; the others come with the command that installs them."""
+"""The first is this project, whose environment stays empty: a deployment host has only Python.  The
+others come with the command that installs them."""
 
 CONVERTERS = {
     "venv-conv-ov": ("torch==2.13.0", "optimum-intel[openvino]", "nncf"),

@@ -4,7 +4,9 @@ In: suites, the peers' folder.  Out: lines appended to the results file, each on
 ``{"suite", "system", "round", "wall_s", ...what the runner printed}``, or with ``error``.
 Next file: ``results.py``.
 
-Artifacts are compiled first, and again when the compiler's sources have changed.  Before each round
+Artifacts are compiled first, and again when the compiler's sources have changed.  Then every file
+of a suite is dropped from the page cache and read again: how a file lies there, in small pages or
+in huge ones, depends on what wrote it and changes starts by a tenth and more.  Before each round
 of a suite the machine's ceilings are measured at the suite's thread count, so that a figure and its
 ceiling are of the same minutes.
 """
@@ -27,7 +29,6 @@ from bench.matrix import OURS, PEERS, Suite, System
 ROOT = Path(__file__).parent.parent
 CEILINGS = "ceilings"
 TIMEOUT_S = 240
-PLAIN_PYTHON = Path(sys.base_prefix) / "bin" / "python3"  # what a deployment host has
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Place:
     def missing(self, system: System) -> str:
         """What the system lacks, "" if nothing."""
         venv = PEERS[system.peer].venv
-        if venv and not (self.peers / venv / "bin" / "python").exists():
+        if not (self.peers / venv / "bin" / "python").exists():
             return f"not installed ({venv})"
         source = self.peers / "models" / system.model
         return "" if source.exists() else f"no model {system.model}"
@@ -59,7 +60,7 @@ class Place:
     def command(self, system: System, suite: Suite) -> list[str]:
         """One measurement."""
         peer = PEERS[system.peer]
-        python = self.peers / peer.venv / "bin" / "python" if peer.venv else PLAIN_PYTHON
+        python = self.peers / peer.venv / "bin" / "python"
         runner = ROOT / "bench" / "runners" / peer.runner
         out = [str(python), str(runner), f"--model={self.model(system)}", *suite.arguments()]
         if suite.keep_state and system.peer == "llama.cpp":
@@ -112,6 +113,13 @@ def forget(place: Place, suites: Sequence[Suite]) -> None:
     place.results.write_text("".join(kept), encoding="utf-8")
 
 
+def make_environment(place: Place) -> None:
+    """Ours, where it is missing: the same Python as the peers', nothing installed."""
+    venv = place.peers / PEERS[OURS].venv
+    if not (venv / "bin" / "python").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+
+
 def build_ceilings(place: Place) -> Path:
     """The program that measures the machine."""
     source, binary = ROOT / "bench" / "ceilings.c", place.artifacts / "ceilings"
@@ -159,8 +167,24 @@ def runs(suite: Suite, rounds: int) -> Iterator[tuple[int, System | None]]:
             yield index, system
 
 
+def read_again(path: Path) -> int:
+    """Brings a file, or all of a folder, into the page cache as reading from the disk does; returns
+    its bytes."""
+    count = 0
+    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+        with file.open("rb", buffering=0) as opened:
+            os.fdatasync(opened.fileno())  # what is not on the disk yet would stay
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            buffer = bytearray(1 << 20)
+            while got := opened.readinto(buffer):
+                count += got
+    return count
+
+
 def measure(place: Place, suite: Suite, rounds: int, ceilings: Path) -> None:
     """Every run of a suite."""
+    for path in {place.model(s) for s in suite.systems if not place.missing(s)}:
+        read_again(path)
     for index, system in runs(suite, rounds):
         line: dict[str, Any] = {"suite": suite.name, "round": index}
         if system is None:

@@ -279,7 +279,7 @@ def tinyllama_gguf(source: Path, to: Path) -> None:
 
 def install(peers: Path) -> None:
     """The environments that are not there; one that fails is named by pip and left out."""
-    wanted = {p.venv: (p.install, dict(p.environment)) for p in PEERS.values() if p.venv}
+    wanted = {p.venv: (p.install, dict(p.environment)) for p in PEERS.values() if p.install}
     wanted |= {venv: (packages, {}) for venv, packages in CONVERTERS.items()}
     for venv, (packages, environment) in wanted.items():
         if (peers / venv).exists():

@@ -439,11 +439,12 @@ def test_blank_annotations_by_hand() -> None:
 
 def test_blank_comments_by_hand() -> None:
     source = (
-        '"""Doc."""\nx = "# no comment"  # a comment\n\n\nclass A(Exception):\n    """Only.\n\n'
+        '"""Doc."""\nfrom __future__ import annotations\n'
+        'x = "# no comment"  # a comment\n\n\nclass A(Exception):\n    """Only.\n\n'
         '    Two."""\n\n\ndef f():\n    """Doc."""\n    return """# kept"""  # gone\n'
     )
     assert blank_comments(source) == (
-        '\nx = "# no comment"\n\n\nclass A(Exception):\n    pass\n\n\n\n\ndef f():\n\n'
+        '\n\nx = "# no comment"\n\n\nclass A(Exception):\n    pass\n\n\n\n\ndef f():\n\n'
         '    return """# kept"""\n'
     )
 

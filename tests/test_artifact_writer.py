@@ -287,7 +287,7 @@ def test_weights_are_written_in_whole_aligned_blocks(
         writes.append((os.lseek(fd, 0, os.SEEK_CUR), len(piece)))
         return real(fd, piece)
 
-    monkeypatch.setattr(writer.os, "write", record)
+    monkeypatch.setattr(os, "write", record)
     out = tmp_path / "x.zla"
     weights = [entry(f"w{i}", d, pieces=1 + i % 3) for i, d in enumerate(data)]
     write(out, weights)
@@ -300,7 +300,9 @@ def test_weights_are_written_in_whole_aligned_blocks(
         artifact.verify_all()
         mapped, first = artifact.map_weights()
         at = writer.weight_offsets([("s", len(d)) for d in data])
-        assert all(mapped[first + a : first + a + len(d)] == d for a, d in zip(at, data, strict=True))
+        assert all(
+            mapped[first + a : first + a + len(d)] == d for a, d in zip(at, data, strict=True)
+        )
 
 
 def test_disk_full_while_writing(tmp_path: Path) -> None:

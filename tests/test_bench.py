@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ sys.path.append(str(ROOT / "bench" / "runners"))
 
 import common  # noqa: E402
 
-from bench import prepare, report, results  # noqa: E402
+from bench import measure, prepare, report, results, start  # noqa: E402
 from bench.matrix import LINES, SUITES, Line  # noqa: E402
 from bench.work import Work, work  # noqa: E402
 
@@ -123,3 +127,82 @@ def test_the_readme_has_the_ratios_between_its_marks(
     assert set(report.README_LINES) <= {line.work for line in LINES}
     marks = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(mark in marks for mark in report.RATIOS)
+
+
+def test_a_runners_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "--model=a=b", "--new=3", "--calls"])
+    usual = {"prompt": 512, "threads": 2, "batch": 1, "state": ""}
+    assert vars(common.arguments()) == {**usual, "model": "a=b", "new": 3, "calls": True}
+    suite = SUITES[0]
+    monkeypatch.setattr(sys, "argv", ["x", "--model=m", *suite.arguments()])
+    given = common.arguments()
+    assert (given.prompt, given.new) == (suite.prompt, suite.new)
+    assert (given.threads, given.batch) == (suite.threads, suite.batch)
+    monkeypatch.setattr(sys, "argv", ["x", "--modle=m"])
+    with pytest.raises(SystemExit):
+        common.arguments()
+
+
+def test_files_are_read_again_whole(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a").write_bytes(bytes(3_000_000))
+    (tmp_path / "b").write_bytes(b"1234")
+    assert measure.read_again(tmp_path) == 3_000_004
+    assert measure.read_again(tmp_path / "b") == 4
+    assert (tmp_path / "b").read_bytes() == b"1234"
+
+
+def test_our_runner_measures_an_artifact_in_an_empty_environment(
+    tiny_artifact: Path, tmp_path: Path
+) -> None:
+    place = measure.Place(tmp_path, tmp_path / "results.jsonl")
+    measure.make_environment(place)
+    python = tmp_path / "venv-zerolayer" / "bin" / "python"
+    packages = subprocess.run(
+        [python, "-c", "import sys; print(*[p for p in sys.path if p.endswith('-packages')])"],
+        check=True, capture_output=True, text=True,
+    ).stdout.split()  # fmt: skip
+    assert [list(Path(p).iterdir()) for p in packages] == [[]]
+    model = tmp_path / "m.zla"
+    model.symlink_to(tiny_artifact)
+    command = [str(python), str(ROOT / "bench" / "runners" / "ours.py"), f"--model={model}"]
+    out = measure.measured([*command, "--prompt=20", "--new=4", "--threads=1"], 1)
+    # the prompt's ids are for models of 31,000 words; this one's kernels refuse them
+    assert "zerolayer_stub/driver_cpu.py" in out["error"]
+    assert "a token id is outside the model's vocabulary" in out["error"]
+
+
+def test_the_phases_of_a_start_are_all_of_it(tiny_artifact: Path) -> None:
+    ids = "1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16"
+    begin = time.monotonic()
+    found = start.phases(sys.executable, tiny_artifact, ids, 1)
+    wall = time.monotonic() - begin
+    assert set(found) == {*start.PHASES, "same step again"}
+    assert all(value >= 0 for value in found.values())
+    assert 0.9 * wall < sum(found.values()) <= wall
+    lines = start.table(sys.executable, [tiny_artifact], [{
+        **{name: [1.0, 3.0, 2.0] for name in (*start.PHASES, start.FIRST, start.WHOLE)},
+        "floor": [0.5], "same step again": [0.25],
+    }])  # fmt: skip
+    assert "| first step, 16 tokens | 2.0 | 0.2 |" in lines
+    assert f"| {start.WHOLE} | 2.0 |  |" in lines
+
+
+def test_the_start_runner_does_what_the_command_does(tiny_artifact: Path) -> None:
+    """The same modules of the loader, apart from what writes text: the phases are the command's."""
+    show = "import json, sys; sys.stderr.write(json.dumps(sorted(sys.modules)))"
+    ids = "1,2,3"
+
+    def modules(*command: str) -> set[str]:
+        program = (
+            f"import runpy, sys\nsys.argv = {list(command)!r}\ntry: "
+            f"runpy.run_path({command[0]!r}, run_name='__main__')\nexcept SystemExit: pass\n{show}"
+        )
+        env = os.environ | {"BENCH_START": "0"}
+        run = subprocess.run([sys.executable, "-I", "-c", program], check=True,
+                             capture_output=True, text=True, env=env)  # fmt: skip
+        return {m for m in json.loads(run.stderr) if m.startswith("zerolayer_stub")}
+
+    product = modules(str(tiny_artifact), "generate", "--tokens", ids, "-n", "1")
+    runner = modules(str(ROOT / "bench" / "runners" / "start.py"), str(tiny_artifact), ids, "1")
+    assert runner == product

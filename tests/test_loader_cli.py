@@ -755,6 +755,47 @@ def test_imports_work_without_site_and_leave_heavy_modules_alone(ids_only: Path)
     assert run.stdout.splitlines()[-1] == "[]", run.stderr
 
 
+def test_a_start_imports_only_what_the_first_token_needs(ids_only: Path) -> None:
+    """Each of these takes a millisecond or more to import."""
+    program = (
+        "import runpy, sys\n"
+        "before = set(sys.modules) | {'json'}\n"
+        "sys.argv = ['x', 'generate', '--tokens', '1,2', '-n', '1']\n"
+        f"try: runpy.run_path({str(ids_only)!r}, run_name='__main__')\n"
+        "except SystemExit as e: assert e.code == 0, e.code\n"
+        "print(*sorted(set(sys.modules) - before), sep='\\n')"
+    )
+    run = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program],
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    loaded = set(run.stdout.splitlines())
+    assert {"zerolayer_stub.driver_cpu", "zerolayer_stub.scheduler", "ctypes"} <= loaded
+    unneeded = {"about", "bench", "bytelevel", "chat", "npy", "run_graph", "stream", "template"}
+    unneeded = {f"zerolayer_stub.{m}" for m in (*unneeded, "text", "verify")}
+    unneeded |= {"__future__", "argparse", "dataclasses", "inspect", "json.decoder", "logging"}
+    assert not loaded & {*unneeded, "jinja2", "random", "subprocess", "tempfile", "threading"}
+
+
+def test_under_another_name_main_makes_only_the_loader_importable(ids_only: Path) -> None:
+    program = (
+        "import sys, zipimport\n"
+        f"archive = zipimport.zipimporter({str(ids_only)!r})\n"
+        "spec = type(zipimport.__spec__)('artifact', archive)\n"
+        "exec(archive.get_code('__main__'),\n"
+        "     {'__name__': 'artifact', '__loader__': archive, '__spec__': spec})\n"
+        "assert 'zerolayer_stub' not in sys.modules\n"
+        "from zerolayer_stub.session import Session\n"
+        "with Session(archive.archive) as s: print(s.vocab_size, type(s).__module__)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program],
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.stdout.split() == [str(VOCAB), "zerolayer_stub.session"], run.stderr
+
+
 def test_session_is_closed_after_use(artifact: Path) -> None:
     open_before = len(list(Path("/proc/self/fd").iterdir()))
     with Session(str(artifact)) as session:

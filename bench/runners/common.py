@@ -2,34 +2,46 @@
 
 In: the command line, ``BENCH_START`` (``time.monotonic()`` just before the process was started).
 Out: one JSON object on stdout.  Next file: a runner.  Standard library only: each runner runs in
-its own peer's environment.
+its own peer's environment.  Imports little before the first token, whose time is a measurement.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import resource
+import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from types import SimpleNamespace
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Any
 
 SHORT_PROMPT = 16  # tokens before the first token of a cold start
 VOCABULARY = 31000  # every model here has more; the first 300 are special tokens and bytes
 
 
-def arguments() -> argparse.Namespace:
-    """The options that every runner takes."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of each sequence")
-    parser.add_argument("--new", type=int, default=128, help="decode steps")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--calls", action="store_true", help="also time each kernel call")
-    parser.add_argument("--state", default="", help="file that keeps the prompt's KV (llama.cpp)")
-    return parser.parse_args()
+DEFAULTS: dict[str, Any] = {
+    "model": "",
+    "prompt": 512,  # tokens of each sequence
+    "new": 128,  # decode steps
+    "threads": 2,
+    "batch": 1,
+    "calls": False,  # also time each kernel call
+    "state": "",  # file that keeps the prompt's KV (llama.cpp)
+}
+
+
+def arguments() -> SimpleNamespace:
+    """The options that every runner takes: ``--name=value``, ``--calls``."""
+    values = dict(DEFAULTS)
+    for word in sys.argv[1:]:
+        name, _, value = word.removeprefix("--").partition("=")
+        if name not in DEFAULTS:
+            raise SystemExit(f"unknown option {word}")
+        kind = type(DEFAULTS[name])
+        values[name] = True if kind is bool else kind(value)
+    return SimpleNamespace(**values)
 
 
 def prompt_ids(count: int, seed: int = 0) -> list[int]:
@@ -41,7 +53,7 @@ def prompt_ids(count: int, seed: int = 0) -> list[int]:
     return out
 
 
-def prompts(options: argparse.Namespace) -> list[list[int]]:
+def prompts(options: SimpleNamespace) -> list[list[int]]:
     """One prompt for each sequence."""
     return [prompt_ids(options.prompt, s) for s in range(options.batch)]
 
@@ -81,6 +93,9 @@ def report(
     **more: Any,
 ) -> None:
     """Print the result."""
+    import json
+    import resource
+
     usage = resource.getrusage(resource.RUSAGE_SELF)
     result = {
         "version": version,

@@ -6,18 +6,30 @@ Runs in a plain Python, with nothing but the artifact on the path, as a deployme
 
 from __future__ import annotations
 
-import sys
 import time
+import zipimport
 from array import array
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import common
 
 OPTIONS = common.arguments()
-sys.path.insert(0, OPTIONS.model)
 
+
+def use(artifact: str) -> None:
+    """Makes the loader importable as ``python3 FILE`` does, by the artifact's ``__main__``."""
+    archive = zipimport.zipimporter(artifact)
+    spec = type(zipimport.__spec__)("artifact", archive)  # type: ignore[arg-type, unused-ignore]
+    code = archive.get_code("__main__")
+    exec(code, {"__name__": spec.name, "__loader__": archive, "__spec__": spec})
+
+
+use(OPTIONS.model)
+
+TYPE_CHECKING = False
 if TYPE_CHECKING:  # the loader in the artifact is a copy of this one
+    from collections.abc import Sequence
+    from typing import Any
+
     from zerolayer.runtime_stub.session import Session
     from zerolayer.runtime_stub.step import SamplingParams, StepBatch
 else:

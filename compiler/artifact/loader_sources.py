@@ -7,7 +7,8 @@ Comments, docstrings and annotations are blanked, because the ZIP is stored and 
 these sources at every start; lines keep their numbers, so a reported line is the line in the
 repository.
 ``__main__.py`` brings its own finder for them: Python's zipimport compiles every source twice (once
-only to learn its file name), which would take longer than all the rest.
+only to learn its file name), which would take longer than all the rest.  Run under another name it
+does only that, for programs that use the loader as a library.
 """
 
 from __future__ import annotations
@@ -76,12 +77,12 @@ class Sources:
 try:
     gc.set_threshold(100000)
     sys.meta_path.insert(0, Sources(__loader__))
-    from {PACKAGE}.cli import main
+    if __name__ == "__main__":
+        from {PACKAGE}.cli import main
 
-    code = main()
+        sys.exit(main())
 except KeyboardInterrupt:
-    code = 130
-sys.exit(code)
+    sys.exit(130)
 """
 
 
@@ -161,7 +162,7 @@ def _blank_docstring(
 
 
 def _blank_annotations(tree: ast.Module, lines: list[str]) -> None:
-    """Cuts annotations and ``if TYPE_CHECKING`` blocks."""
+    """Cuts annotations, what they need from ``__future__``, and ``if TYPE_CHECKING`` blocks."""
     cuts: list[tuple[int, int, int, int, str]] = []  # from row and column, to row and column, new
     for node in ast.walk(tree):
         if isinstance(node, ast.arg) and node.annotation is not None:
@@ -181,6 +182,8 @@ def _blank_annotations(tree: ast.Module, lines: list[str]) -> None:
         lines[first - 1] = start[:column].decode("utf-8") + new + rest[end:].decode("utf-8")
         lines[first:last] = [""] * (last - first)
     for block in tree.body:
+        if isinstance(block, ast.ImportFrom) and block.module == "__future__":
+            lines[block.lineno - 1] = ""  # only annotations asked for it
         test = block.test if isinstance(block, ast.If) else None
         if isinstance(test, ast.Name) and test.id == "TYPE_CHECKING":
             last = _end(block)[0]
