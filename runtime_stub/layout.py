@@ -167,6 +167,21 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
+def _long_number(bare: bytes) -> bool:
+    """Whether more than 20 digits in a row stand outside strings (a hash may have them inside)."""
+    digits = b"0" * 21
+    plain = bare.translate(_DIGITS)
+    last = quotes = 0
+    at = plain.find(digits)
+    while at >= 0:
+        quotes += bare.count(b'"', last, at)
+        if quotes % 2 == 0:
+            return True
+        last, end = at, bare.find(b'"', at)
+        at = plain.find(digits, end) if end >= 0 else -1
+    return False
+
+
 def parse_json(raw: bytes, limit: int = MAX_MANIFEST_BYTES) -> Any:
     """JSON, bounded in size and depth, without duplicate keys, NaN or oversized numbers.
 
@@ -177,12 +192,11 @@ def parse_json(raw: bytes, limit: int = MAX_MANIFEST_BYTES) -> Any:
     bare = raw
     if b"\\" in bare:  # escaped backslashes first, so that what is left before a quote escapes it
         bare = bare.replace(b"\\\\", b"").replace(b'\\"', b"")
-    digits = b"0" * 21
-    if digits in bare.translate(_DIGITS):  # perhaps in a string
-        bare = b'" "'.join(bare.split(b'"')[::2])
-        if digits in bare.translate(_DIGITS):
-            raise ValueError("a number of more than 20 digits")
-    brackets = b"".join(bare.translate(None, _NOT_BRACKETS).split(b'"')[::2])  # without strings
+    if _long_number(bare):
+        raise ValueError("a number of more than 20 digits")
+    brackets = bare.translate(None, _NOT_BRACKETS)
+    # neighbouring quotes enclose nothing that counts; without them few are left to split at
+    brackets = b"".join(brackets.replace(b'""', b"").split(b'"')[::2])  # without strings
     for _ in range(MAX_JSON_DEPTH):  # each round removes at least the innermost level
         if not brackets:
             break

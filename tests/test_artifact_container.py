@@ -347,6 +347,32 @@ def test_json_reader_agrees_with_the_standard_library(value: object) -> None:
         assert "digits" in str(e)
 
 
+@given(
+    st.lists(
+        st.one_of(
+            st.text('[]{}"\\\\ 1', max_size=30),
+            st.integers(10**18, 10**22),
+            st.just("1" * 25),
+            st.integers(0, 30).map(lambda n: json.loads("[" * n + "]" * n) if n else 0),
+        ),
+        max_size=6,
+    )
+)
+def test_json_reader_looks_into_no_string(value: list[object]) -> None:
+    """Brackets, quotes and digits in strings count for nothing; outside, the limits hold."""
+    raw = json.dumps(value).encode()
+    numbers = [v for v in value if isinstance(v, int)]
+
+    def depth(v: object) -> int:
+        return 1 + max(map(depth, v), default=0) if isinstance(v, list) else 0
+
+    try:
+        assert layout.parse_json(raw) == value
+        assert all(n < 10**20 for n in numbers) and depth(value) <= 24
+    except ValueError:
+        assert any(n >= 10**20 for n in numbers) or depth(value) > 24
+
+
 def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits of the table in artifacts/README.md that no small attack file can reach."""
     path = tmp_path / "x.zla"
