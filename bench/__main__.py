@@ -26,6 +26,7 @@ from bench.measure import (
 from bench.plot import draw
 from bench.report import write_readme, write_report
 from bench.results import SUITE, Results, verdict
+from bench.sweep import PREFIX, SWEEP
 from bench.work import read_work
 
 PROFILED = (("smollm2-2", "Q4_1", "SmolLM2-135M Q4_1"), ("tinyllama-2", "Q4_0", "1.1B Q4_0"))
@@ -35,9 +36,11 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--peers", type=Path, required=True, help="folder of the peers' venvs")
-    parser.add_argument("--suite", nargs="*", default=[s.name for s in SUITES],
-                        choices=[s.name for s in SUITES], metavar="SUITE",
-                        help=f"default: all of {', '.join(s.name for s in SUITES)}")  # fmt: skip
+    every = [*(s.name for s in SUITES), PREFIX]
+    parser.add_argument("--suite", nargs="*", default=every, metavar="SUITE",
+                        choices=[*every, *(s.name for s in SWEEP)],
+                        help=f"default: all of {', '.join(every)}; {PREFIX} is all of "
+                        f"{SWEEP[0].name} and the like")  # fmt: skip
     parser.add_argument("-n", "--rounds", type=int, default=5, help="processes of each system")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD",
                         help="systems whose name has a WORD, e.g. zerolayer Q4_0")  # fmt: skip
@@ -52,11 +55,11 @@ def arguments() -> argparse.Namespace:
 def chosen(options: argparse.Namespace) -> list[Suite]:
     """The suites that were asked for, each with the systems that were asked for."""
     out = []
-    for suite in SUITES:
+    for suite in (*SUITES, *SWEEP):
         systems = tuple(
             s for s in suite.systems if not options.only or any(w in s.name for w in options.only)
         )
-        if suite.name in options.suite:
+        if suite.name in options.suite or (suite in SWEEP and PREFIX in options.suite):
             out.append(Suite(**{**vars(suite), "systems": systems}))
     return out
 
@@ -90,7 +93,7 @@ def calls_file(place: Place, suite: str) -> Path:
 def report(place: Place, docs: Path) -> None:
     """The page and the plot, from the results that are there."""
     results = Results.read(place.results)
-    ours = {s.artifact: s for suite in SUITES for s in suite.systems if s.peer == OURS}
+    ours = {s.artifact: s for suite in (*SUITES, *SWEEP) for s in suite.systems if s.peer == OURS}
     paths = {name: place.model(system) for name, system in ours.items()}
     works = {name: read_work(path) for name, path in paths.items() if path.exists()}
     profiles = {}

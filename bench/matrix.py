@@ -81,12 +81,16 @@ class Suite:
     batch: int
     systems: tuple[System, ...]
     keep_state: bool = False  # the peer's prompt KV is read from a file after the first run
+    vocabulary: int = 0  # where it is smaller than the prompts' usual one
+    steps: bool = False  # also the time of a decode step inside the kernels; this project only
 
     def arguments(self) -> list[str]:
         """Options of a runner."""
         values = {"prompt": self.prompt, "new": self.new, "threads": self.threads}
         values["batch"] = self.batch
-        return [f"--{k}={v}" for k, v in values.items()]
+        if self.vocabulary:
+            values["vocabulary"] = self.vocabulary
+        return [f"--{k}={v}" for k, v in values.items()] + ["--steps"] * self.steps
 
 
 def gguf(peer: str, model: str, *kinds: str) -> tuple[System, ...]:

@@ -27,7 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bench import compile_memory as tiny
+from bench import sweep_models
 from bench.matrix import CONVERTERS, PEERS
+from bench.sweep import Shape
 
 Array = npt.NDArray[Any]
 QUANTIZE = """
@@ -72,11 +74,18 @@ def products(peers: Path) -> list[Product]:
     out.append(Product("tinyllama-bf16.gguf", "tinyllama-hf", "", tinyllama_gguf))
     for kind in ("q4_0", "q4_k_m", "q8_0"):
         out.append(quantized(peers, "tinyllama-bf16.gguf", f"tinyllama-{kind}.gguf", kind))
+    for name, shape, kind in sweep_models.sweep_files():
+        out.append(Product(name, "", "", sweep_model(shape, kind)))
     for name, (source, *options) in OPENVINO.items():
         out.append(Product(name, source, "venv-conv-ov", openvino(peers, options)))
     for name, (source, *options) in ORT.items():
         out.append(Product(name, source, "venv-conv-ort", onnxruntime(peers, options)))
     return out
+
+
+def sweep_model(shape: Shape, kind: str) -> Callable[[Path, Path], None]:
+    """A model of the fusion sweep."""
+    return lambda _source, to: sweep_models.make(shape, kind, to)
 
 
 def run(*command: str | Path) -> None:

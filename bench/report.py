@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.matrix import OURS, SUITES, Line, Suite, System
+from bench.report_fusion import sweep_parts
 from bench.results import SUITE, Results, Stat, Verdict, roof_part
 from bench.work import Work
 
@@ -275,6 +276,7 @@ def write_report(
         "lines": [*LINES_HEAD, *(verdict_row(v) for v in verdicts)],
         "plot": [f"{picture}({plot}.png)", "", f"[The same as SVG]({plot}.svg)."] if plot else [],
         "fusion": fusion_table(results, works),
+        "fusion-sweep": sweep_parts(results, works, path.parent),
         "ceilings": ceilings(results),
         "suites": [row for suite in suites for row in suite_table(results, suite, works)],
         "kernels": times,

@@ -45,6 +45,7 @@ class Work:
     kv_bytes_per_token: float
     format: str
     fusion: str
+    phases: int = 0  # of calls that do not wait for each other
 
     def decode_bytes(self, context: float, batch: int = 1) -> float:
         """Weights once, KV of each sequence."""
@@ -99,4 +100,5 @@ def work(manifest: dict[str, Any]) -> Work:
         float(manifest["memory"]["kv_bytes_per_token"]),
         max(set(formats), key=formats.count) if formats else "",
         str(manifest["options"]["fusion"]),
+        len({c.get("phase", i) for i, c in enumerate(step["calls"])}),
     )

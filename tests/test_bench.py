@@ -131,7 +131,8 @@ def test_the_readme_has_the_ratios_between_its_marks(
 
 def test_a_runners_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["x", "--model=a=b", "--new=3", "--calls"])
-    usual = {"prompt": 512, "threads": 2, "batch": 1, "state": ""}
+    usual: dict[str, Any] = {"prompt": 512, "threads": 2, "batch": 1, "state": ""}
+    usual |= {"vocabulary": 31000, "steps": False}
     assert vars(common.arguments()) == {**usual, "model": "a=b", "new": 3, "calls": True}
     suite = SUITES[0]
     monkeypatch.setattr(sys, "argv", ["x", "--model=m", *suite.arguments()])

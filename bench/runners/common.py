@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 SHORT_PROMPT = 16  # tokens before the first token of a cold start
-VOCABULARY = 31000  # every model here has more; the first 300 are special tokens and bytes
+VOCABULARY = 31000  # the compared models have more; the first 300 are special tokens and bytes
 
 
 DEFAULTS: dict[str, Any] = {
@@ -27,13 +27,15 @@ DEFAULTS: dict[str, Any] = {
     "new": 128,  # decode steps
     "threads": 2,
     "batch": 1,
+    "vocabulary": VOCABULARY,  # of the prompts' ids
+    "steps": False,  # also time the steps inside the kernels
     "calls": False,  # also time each kernel call
     "state": "",  # file that keeps the prompt's KV (llama.cpp)
 }
 
 
 def arguments() -> SimpleNamespace:
-    """The options that every runner takes: ``--name=value``, ``--calls``."""
+    """The options that every runner takes: ``--name=value``, ``--calls``, ``--steps``."""
     values = dict(DEFAULTS)
     for word in sys.argv[1:]:
         name, _, value = word.removeprefix("--").partition("=")
@@ -44,18 +46,18 @@ def arguments() -> SimpleNamespace:
     return SimpleNamespace(**values)
 
 
-def prompt_ids(count: int, seed: int = 0) -> list[int]:
+def prompt_ids(count: int, seed: int = 0, vocabulary: int = VOCABULARY) -> list[int]:
     """Reproducible token ids, the same for every peer."""
     x, out = 12345 + seed * 977, []
     for _ in range(count):
         x = (x * 1103515245 + 12345) & 0x7FFFFFFF
-        out.append(300 + x % (VOCABULARY - 300))
+        out.append(300 + x % (min(vocabulary, VOCABULARY) - 300))
     return out
 
 
 def prompts(options: SimpleNamespace) -> list[list[int]]:
     """One prompt for each sequence."""
-    return [prompt_ids(options.prompt, s) for s in range(options.batch)]
+    return [prompt_ids(options.prompt, s, options.vocabulary) for s in range(options.batch)]
 
 
 def chunks(

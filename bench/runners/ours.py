@@ -1,7 +1,9 @@
 """Measures an artifact through its own loader; see ``common.py`` for what goes in and out.
 
 Runs in a plain Python, with nothing but the artifact on the path, as a deployment host does.
-``--calls`` adds the nanoseconds of each kernel call of a decode step and of a prefill step.
+``--calls`` adds the nanoseconds of each kernel call of a decode step and of a prefill step,
+``--steps`` the microseconds of the prompts and of a decode step inside the kernels, the loader's
+Python left out.
 """
 
 from __future__ import annotations
@@ -74,6 +76,19 @@ class Runner:
         return list(self.engine.step(batch, timed=timed)[: len(tokens)])
 
 
+class Stopwatch:
+    """Nanoseconds of each call of a function."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.ns = function, array("q")
+
+    def __call__(self, *args: Any) -> Any:
+        start = time.perf_counter_ns()
+        out = self.function(*args)
+        self.ns.append(time.perf_counter_ns() - start)
+        return out
+
+
 def median_calls(runs: list[list[int]]) -> list[int]:
     """Median nanoseconds of each call."""
     return [sorted(column)[len(column) // 2] for column in zip(*runs, strict=True)]
@@ -95,19 +110,26 @@ def main() -> None:
     session = Session(OPTIONS.model)
     session.require_host()
     runner = Runner(session, OPTIONS)
-    runner.prefill([common.prompt_ids(common.SHORT_PROMPT)])
+    runner.prefill([common.prompt_ids(common.SHORT_PROMPT, 0, OPTIONS.vocabulary)])
     first = common.since_start()
+    watch = Stopwatch(runner.engine.code.lib.zl_step)
+    if OPTIONS.steps:
+        runner.engine.code.lib.zl_step = watch
     start = time.perf_counter()
     tokens = runner.prefill(common.prompts(OPTIONS))
     prefill = time.perf_counter() - start
-    ids = [tokens[0]]
+    ids, prefill_steps = [tokens[0]], len(watch.ns)
     start = time.perf_counter()
     for i in range(OPTIONS.new):
         tokens = runner.decode(tokens, OPTIONS.prompt + i)
         ids.append(tokens[0])
     decode = time.perf_counter() - start
-    calls = timed_calls(runner, OPTIONS, tokens) if OPTIONS.calls else {}
-    common.report("", first_token_s=first, prefill_s=prefill, decode_s=decode, ids=ids, **calls)
+    more: dict[str, Any] = timed_calls(runner, OPTIONS, tokens) if OPTIONS.calls else {}
+    if OPTIONS.steps:
+        steps = sorted(watch.ns[prefill_steps:])
+        more["step_us"] = steps[len(steps) // 2] / 1e3
+        more["prefill_us"] = sum(watch.ns[:prefill_steps]) / 1e3
+    common.report("", first_token_s=first, prefill_s=prefill, decode_s=decode, ids=ids, **more)
 
 
 main()
