@@ -58,12 +58,12 @@ class Work:
 
 
 def _kind(call: dict[str, Any]) -> str:
-    constants = call.get("constants") or {}
-    if constants.get("activation_kind") == "bf16" or (
+    kernel, constants = str(call.get("kernel")), call.get("constants") or {}
+    if ".bf16.avx512bf16" in kernel or (  # elsewhere a bf16 product is two of float32
         constants.get("kv_dtype") == "bf16" and str(call.get("op")).startswith("PagedAttention")
     ):
         return "bf16"
-    return "int8" if ".int8." in str(call.get("kernel")) else "f32"
+    return "int8" if ".int8." in kernel else "f32"
 
 
 def _seen(sequences: list[tuple[int, int]], window: int) -> tuple[int, int]:

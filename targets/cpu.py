@@ -9,6 +9,7 @@ What the code generator has to know about these machines:
 * Zen 4 executes a 512-bit instruction as two 256-bit halves: half the rate per instruction, the
   same rate per byte, and no clock penalty.  Skylake lowers its clock under AVX-512, so its level is
   sized with the AVX-512 clock.
+* ``vdpbf16ps`` multiplies pairs of bf16 at twice the rate of float32 and takes denormals for zero.
 * AMX tiles belong to the process only after it asked the kernel; the loader asks during detection.
 * A level is a set of instructions, not a machine.  Nothing beyond the target's
   ``requires.features`` may appear in the code, so the compiler is given exactly these and no
@@ -37,7 +38,7 @@ from zerolayer.runtime_stub.errors import UnsupportedError
 
 from . import cpu_layouts, formats
 from .cpu_compile import compile_shared_object, cpu_flag, tool_versions
-from .cpu_rows import C_NAMES, ROWS, scratch_bytes
+from .cpu_rows import C_NAMES, ROWS, pair_bytes, scratch_bytes
 from .facts import Target
 from .families import Binaries, Cache, Family
 from .injection import NOTE_SECTION, NOTE_TYPE, Injection, Injector
@@ -153,8 +154,8 @@ class _Module:
         for name in row.constants:
             value = injector.constant(name, constants[name], "model")
             spelled.append(_literal(name, value))
-        _kernel_facts(injector, row, constants)
-        self.scratch = max(self.scratch, scratch_bytes(row, constants))
+        tile_bytes = _kernel_facts(injector, row, constants)
+        self.scratch = max(self.scratch, scratch_bytes(row, constants, tile_bytes))
         operands = [f"p[{i}]" for i in range(len(call.inputs) + len(call.outputs))]
         instance = _Instance(f"k{len(self.instances)}", row.id, row.function, (*operands, *spelled))
         self.instances[key] = instance
@@ -218,17 +219,25 @@ def _comment(text: str) -> str:
     return text.replace("*/", "* /").encode("ascii", "replace").decode().replace("\\", "/")[:120]
 
 
-def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Constant]) -> None:
-    """The hardware facts that a kernel's code depends on, and what is derived from them."""
+def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Constant]) -> int:
+    """The hardware facts that a kernel's code depends on, and what is derived from them; returns
+    the bytes of its token tile, 0 where it has none or the tile is its scratch (float kernels)."""
     injector.constant("instruction_set", row.id.rsplit(".", 1)[-1], "requires.features")
     injector.fact("register_bits")
-    if row.weight_layout and "K" in constants:
-        injector.derive("prefetch_bytes", "64 * cache_line_bytes")
-        if row.function.endswith(
-            "_int8"
-        ):  # zl_tile_tokens; the float kernels' tile is their scratch
-            _tile_bytes(injector)
-            injector.derive("tile_tokens", "max(8, min(256, tile_bytes // K // 8 * 8))")
+    if not row.weight_layout or "K" not in constants:
+        return 0
+    injector.derive("prefetch_bytes", "64 * cache_line_bytes")
+    if row.function.endswith("_int8"):  # zl_tile_tokens
+        tile_bytes = _tile_bytes(injector)
+        injector.derive("tile_tokens", "max(8, min(256, tile_bytes // K // 8 * 8))")
+        return tile_bytes
+    if row.function.endswith("_bf16"):  # zl_bf16_tokens
+        tile_bytes = _tile_bytes(injector)
+        injector.constant("pair_bytes", pair_bytes(row), "requires.features")
+        injector.derive("token_bytes", "(K + 1) // 2 * pair_bytes")
+        injector.derive("tile_tokens", "max(32, min(256, tile_bytes // token_bytes // 8 * 8))")
+        return tile_bytes
+    return 0
 
 
 def _tile_bytes(injector: Injector) -> int:

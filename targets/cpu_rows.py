@@ -26,6 +26,7 @@ BLOCK = frozenset({
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
 })  # fmt: skip
 FORMATS = PLAIN | BLOCK
+BF16 = frozenset({"BF16"})
 
 #: instruction-set levels, best first: (suffix of the row id, target features the code needs)
 LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
@@ -34,8 +35,9 @@ LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
     ("avx2", frozenset({"avx2", "fma", "f16c"})),
 )
 
-#: what the kernels over a bf16 KV cache need
+#: what the kernels over a bf16 KV cache need, and products of bf16 by one instruction
 BF16_LEVEL = ("avx512bf16", LEVELS[0][1] | {"avx512bf16"})
+BF16_PRODUCTS = ("avx512bf16", LEVELS[1][1] | {"avx512bf16"})
 
 #: why a call does not fit a kernel, from its constants, or None
 Check = Callable[[Mapping[str, Constant]], "str | None"]
@@ -142,7 +144,7 @@ class _Kernel:
     function: str
     constants: tuple[str, ...]
     weights: int = 0
-    bundle: str = ""  # "int8", "floats" or "" (no activation kind)
+    bundle: str = ""  # "int8", "bf16", "floats" or "" (no activation kind)
     formats: frozenset[str] = FORMATS
     constraint: Check = _ANY
 
@@ -163,6 +165,10 @@ def _linear_kernels() -> list[_Kernel]:
                     "int8", BLOCK, _all(check, _short_rows))
         )  # fmt: skip
         out.append(
+            _Kernel(op, "zl_linear_bf16.h", f"zl_{name}_bf16", constants, weights, "bf16", BF16,
+                    check)
+        )  # fmt: skip
+        out.append(
             _Kernel(op, "zl_linear_float.h", f"zl_{name}_float",
                     (*constants, "format", "activation_kind"), weights, "floats", FORMATS, check)
         )  # fmt: skip
@@ -178,6 +184,10 @@ def _linear_kernels() -> list[_Kernel]:
             BLOCK,
             _all(check, _short_rows),
         )
+    )
+    bf16 = tuple(name for name in _QKV if not name.startswith("format"))
+    out.append(
+        _Kernel("QkvRopeCache", "zl_qkv.h", "zl_qkv_rope_cache_bf16", bf16, 3, "bf16", BF16, check)
     )
     out.append(
         _Kernel(
@@ -259,9 +269,11 @@ def _no_bf16_cache(constants: Mapping[str, Constant]) -> str | None:
 
 
 def _rows() -> tuple[KernelRow, ...]:
-    suffix, features = BF16_LEVEL
     caching = [k for k in _KERNELS if "kv_dtype" in k.constants]
-    out = [_row(k, suffix, features, _all(k.constraint, _bf16_cache)) for k in caching]
+    products = [k for k in _KERNELS if k.bundle == "bf16"]
+    out = [_row(k, *BF16_PRODUCTS, k.constraint) for k in products]
+    over_cache = [k for k in caching if k not in products]
+    out += [_row(k, *BF16_LEVEL, _all(k.constraint, _bf16_cache)) for k in over_cache]
     for suffix, features in LEVELS:
         for k in _KERNELS:
             check = _all(k.constraint, _no_bf16_cache) if k in caching else k.constraint
@@ -270,7 +282,7 @@ def _rows() -> tuple[KernelRow, ...]:
 
 
 def _row(k: _Kernel, suffix: str, features: frozenset[str], constraint: Check) -> KernelRow:
-    kinds = {"int8": {"int8"}, "floats": {"f32", "bf16"}, "": set[str]()}[k.bundle]
+    kinds = {"floats": {"f32", "bf16"}, "": set[str]()}.get(k.bundle, {k.bundle})
     return KernelRow(
         id=".".join(x for x in (k.op, k.bundle, suffix) if x),
         op=k.op,
@@ -289,16 +301,26 @@ def _row(k: _Kernel, suffix: str, features: frozenset[str], constraint: Check) -
 ROWS: tuple[KernelRow, ...] = _rows()
 
 
-def scratch_bytes(row: KernelRow, constants: Mapping[str, Constant]) -> int:
+def pair_bytes(row: KernelRow) -> int:
+    """Bytes of two activations of a bf16 kernel: zl_pair in zl_simd.h."""
+    return 4 if "avx512bf16" in row.features else 8
+
+
+def scratch_bytes(row: KernelRow, constants: Mapping[str, Constant], tile_bytes: int) -> int:
     """Bytes of per-thread scratch that a call of ``row`` needs; a multiple of 64.
 
-    Only the kernels for float activations need any: a tile of token rows, rounded and padded.
+    Only the kernels that round or pad their activations need any: a tile of token rows.
     """
-    if not row.function.endswith("_float"):
+    kind = row.function.rsplit("_", 1)[-1]
+    if kind not in ("float", "bf16") or not row.weight_layout:
         return 0
     k = constants["K"]
     if not isinstance(k, int):
         raise TypeError(f"K = {k!r} of {row.id} is not an integer")
     padded = -(-k // 32) * 32
+    if kind == "bf16":  # zl_pair_stride and zl_bf16_tokens in zl_linear_bf16.h
+        pair = pair_bytes(row)
+        tokens = max(32, min(256, tile_bytes // ((k + 1) // 2 * pair) // 8 * 8))
+        return tokens * (padded // 32 | 1) * 16 * pair
     tokens = max(8, min(64, 65536 // padded // 8 * 8))  # zl_float_tokens in zl_linear_float.h
     return tokens * padded * 4

@@ -108,11 +108,8 @@ def _rates(injector: Injector, target: Target) -> _Rates:
 
 
 def _kind(call: KernelCall) -> str:
-    """Activation kind that the call computes with, from its constants or its row."""
-    kind = dict(call.constants).get("activation_kind")
-    if isinstance(kind, str):
-        return kind
-    return "int8" if ".int8." in call.row else ""
+    """Type that the call multiplies, from its row."""
+    return next((k for k in ("int8", "bf16") if f".{k}." in call.row), "")
 
 
 def _rows(program: Program, call: KernelCall, tokens: int, sequences: int) -> int:

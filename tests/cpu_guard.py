@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import test_cpu_kernels_bf16 as bf16
 import test_cpu_kernels_layers as layers
 import test_cpu_kernels_linear as linear
 from cpu_harness import Kernels, has, library
@@ -38,6 +39,8 @@ def main(level: str) -> None:
         linear.test_linear_float,
         linear.test_integer_dot_products_are_exact,
         linear.test_fused_forms,
+        bf16.test_linear,
+        bf16.test_fused_forms,
         layers.test_embed,
         layers.test_norms_and_quantize,
         layers.test_norms_of_widths_that_are_not_vectors,

@@ -25,12 +25,12 @@ TEMPLATES = HERE.parent / "templates" / "cpu"
 FLAGS = ("-std=c11", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function")
 #: level -> compiler arguments, CPU flags the host needs to run it
 LEVELS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
-    "zen4": (("-mcpu=znver4", "-O3"), frozenset({"avx512_vnni", "avx512bw"})),
+    "zen4": (("-mcpu=znver4", "-O3"), frozenset({"avx512_vnni", "avx512bw", "avx512_bf16"})),
     "v4": (("-mcpu=x86_64_v4", "-O3"), frozenset({"avx512bw", "avx512dq", "avx512vl"})),
     "v3": (("-mcpu=x86_64_v3", "-O3"), frozenset({"avx2", "fma", "f16c"})),
     "ubsan": (
         ("-mcpu=znver4", "-O1", "-fsanitize=undefined", "-fsanitize-trap=undefined"),
-        frozenset({"avx512_vnni", "avx512bw"}),
+        frozenset({"avx512_vnni", "avx512bw", "avx512_bf16"}),
     ),
 }
 _BUILDS = tempfile.TemporaryDirectory(prefix="zl-kernels-")  # removed when the process ends
@@ -129,6 +129,19 @@ def _instances() -> list[Instance]:
             19,
             (*("i",) * 6, "d", "i", "i", f16, f16, f16, "i"),
         ),
+        *(
+            Instance(f"{name}_bf16", "zl_linear_bf16.h", f"zl_{function}_bf16", pointers, consts)
+            for name, function, pointers, consts in (
+                ("linear", "linear", 4, ("i", "i")),
+                ("linear_add", "linear_add", 5, ("i", "i")),
+                ("act_linear", "act_linear", 4, ("i", "i", "i")),
+                ("gated", "gated_linear", 6, ("i", "i", "i")),
+                ("gated_quantize", "gated_linear_quantize", 8, ("i", "i", "i")),
+            )
+        ),
+        Instance(
+            "qkv_bf16", "zl_qkv.h", "zl_qkv_rope_cache_bf16", 19, (*("i",) * 6, "d", "i", "i")
+        ),
         Instance("quantize", "zl_norm.h", "zl_quantize_int8", 4, ("i",)),
         Instance("rms_norm", "zl_norm.h", "zl_rms_norm", 3, ("i", "d")),
         Instance("layer_norm", "zl_norm.h", "zl_layer_norm", 4, ("i", "d")),
@@ -179,11 +192,10 @@ INSTANCES = {i.name: i for i in _instances()}
 
 
 def has(level: str, name: str) -> bool:
-    """Whether the library of ``level`` holds kernel ``name``: v4 differs from zen4 in the integer
-    dot product
-    only, and the sanitizer's build is slow."""
+    """Whether the library of ``level`` holds kernel ``name``: v4 differs from zen4 in the dot
+    products only, and the sanitizer's build is slow."""
     if level == "v4":
-        return name.startswith("linear_int8")
+        return name.startswith("linear_int8") or name.endswith("_bf16")
     if level == "ubsan":
         if name.startswith(("linear_int8", "linear_float", "embed")):
             return name.endswith(("Q4_1", "Q6_K", "BF16"))

@@ -339,7 +339,7 @@ def test_attention_over_a_bf16_cache(
     assert_alone_gives_the_same_bits(kernels, batch, arrays, ints, [scale, softcap], y)
 
 
-@pytest.mark.parametrize("name", ["qkv_int8", "qkv_int8_mixed", "qkv_float"])
+@pytest.mark.parametrize("name", ["qkv_int8", "qkv_int8_mixed", "qkv_float", "qkv_bf16"])
 @pytest.mark.parametrize(
     ("hd", "rd", "interleaved", "norm", "bias"),
     [(64, 64, 0, 0, 1), (32, 16, 0, 1, 0), (48, 48, 1, 0, 0)],
@@ -358,14 +358,14 @@ def test_qkv_rope_cache(
         if "mixed" in name
         else ("Q4_1",) * 3
         if "int8" in name
-        else ("F16",) * 3
+        else ("BF16" if name == "qkv_bf16" else "F16",) * 3
     )
     sizes = (heads * hd, kvh * hd, kvh * hd)
     ws = [weights(rng, f, n, k) for f, n in zip(fmts, sizes, strict=True)]
     biases = [floats(rng, n) if bias else None for n in sizes]
     norms = [floats(rng, hd) if norm else None for _ in range(2)]
     x = floats(rng, t, k)
-    kind = [] if "int8" in name else [BF16]
+    kind = [BF16] if name == "qkv_float" else []
     a: list[Any] = list(bundle(x)) if "int8" in name else [x]
     value = expand(a[0], a[1]) if "int8" in name else to_bf16(x).astype(np.float64)
     cos, sin = floats(rng, t, rd // 2), floats(rng, t, rd // 2)

@@ -350,24 +350,40 @@ def test_rows_match_the_headers() -> None:
             assert any(re.search(rf"\b{c}\b", t) for t in text.values()), c
 
 
-def test_scratch_agrees_with_the_kernels(tmp_path: Path) -> None:
-    """scratch_bytes is what zl_float_tokens and zl_padded_k need."""
-    ks = [1, 31, 32, 576, 1536, 4096, 5000, 8192, 28672]
+BF16_SCRATCH = "zl_bf16_tokens({k}) * zl_pair_stride({k}) * (int64_t)sizeof(zl_pair)"
+
+
+@pytest.mark.parametrize(
+    ("function", "header", "tokens", "cpu"),
+    [
+        (
+            "zl_linear_float",
+            "zl_linear_float.h",
+            "zl_float_tokens({k}) * zl_padded_k({k}) * 4",
+            "v3",
+        ),
+        ("zl_linear_bf16", "zl_linear_bf16.h", BF16_SCRATCH, "v3"),
+        ("zl_linear_bf16", "zl_linear_bf16.h", BF16_SCRATCH, "v4+avx512bf16"),
+    ],
+)
+def test_scratch_agrees_with_the_kernels(
+    tmp_path: Path, function: str, header: str, tokens: str, cpu: str
+) -> None:
+    """scratch_bytes is what the tile of tokens in the C code needs, and never less."""
+    ks = [1, 31, 32, 576, 1536, 2048, 4096, 5000, 8192, 28672]
     source = tmp_path / "s.c"
-    row = next(r for r in cpu_rows.ROWS if r.function == "zl_linear_float")
+    rows = [r for r in cpu_rows.ROWS if r.function == function]
+    row = next(r for r in rows if ("avx512bf16" in r.features) == ("bf16" in cpu))
     checks = "\n".join(
-        f"  if (zl_float_tokens({k}) * zl_padded_k({k}) * 4 != "
-        f"{cpu_rows.scratch_bytes(row, {'K': k})}) return 1;"
+        f"  if ({tokens.format(k=k)} != {cpu_rows.scratch_bytes(row, {'K': k}, 1 << 18)}) return 1;"
         for k in ks
     )
-    source.write_text(
-        f'#include "zl_linear_float.h"\nint main(void) {{\n{checks}\n  return 0;\n}}\n'
-    )
+    source.write_text(f'#include "{header}"\nint main(void) {{\n{checks}\n  return 0;\n}}\n')
     program = tmp_path / "s"
     flags = [
         "-target",
         "x86_64-linux-gnu",
-        "-mcpu=x86_64_v3",
+        f"-mcpu=x86_64_{cpu}",
         "-std=c11",
         "-O1",
         "-g0",

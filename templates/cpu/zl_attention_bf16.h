@@ -11,11 +11,9 @@
 #ifndef ZL_ATTENTION_BF16_H
 #define ZL_ATTENTION_BF16_H
 
-#if defined(__AVX512BF16__)
-/* acc + a.even * b.even + a.odd * b.odd per lane; b is one pair for all lanes */
-ZL_KERNEL v16f zl_dot_pair(v16f acc, v16i a, uint32_t b) {
-  return (v16f)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
-}
+#if !defined(__AVX512BF16__)
+#error "a bf16 cache needs AVX512-BF16; the kernel table must not have chosen it"
+#endif
 
 /* 2^x for x <= 0, relative error 3e-6; -inf -> 0, NaN stays NaN.  2^0 is 1 exactly: a chunk of which a query sees
  * nothing, because only others of its tile do, leaves that query's sums as they are. */
@@ -29,12 +27,6 @@ ZL_KERNEL v16f zl_exp2_low(v16f x) {
   p = zl_fma(p, f, zl_set(1.0f));
   return (v16f)_mm512_scalef_ps((__m512)p, (__m512)n);
 }
-
-ZL_KERNEL v16u16 zl_to_bf16(v16f x) { return (v16u16)_mm512_cvtneps_pbh((__m512)x); }
-ZL_KERNEL v16f zl_from_bf16(v16u16 x) { return (v16f)_mm512_cvtpbh_ps((__m256bh)x); }
-#else
-#error "a bf16 cache needs AVX512-BF16; the kernel table must not have chosen it"
-#endif
 
 /* x[n] -> pairs[n / 2]; n even */
 ZL_KERNEL void zl_pairs(const float *x, uint32_t *pairs, int64_t n) {

@@ -1,6 +1,7 @@
 /* Matrix products with float32 or bfloat16 activations: the same five operators.
  *
- * In: zl_weights.h, zl_linear_int8.h (token tiles).  Out: zl_dot_float, the kernels.  Next file: zl_qkv.h.
+ * In: zl_weights.h, zl_linear_int8.h (token tiles).  Out: zl_dot_float, the kernels.  Next file: zl_linear_bf16.h (bf16
+ * weights with bf16 activations).
  *
  * Weights of any format become float32 in registers, exactly; activations are float32, for the kind bf16 rounded to
  * bfloat16 first; sums are float32, even and odd columns apart, so that two chains of multiply-adds overlap.

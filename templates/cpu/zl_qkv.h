@@ -1,7 +1,7 @@
 /* QkvRopeCache: the three projections, biases, head norms, rotary embedding and the cache write in one call.
  *
- * In: zl_linear_int8.h, zl_linear_float.h, zl_norm.h, zl_rope.h, zl_attention.h.  Out: the kernels.  Next file:
- * zl_attention.h.
+ * In: zl_linear_int8.h, zl_linear_float.h, zl_linear_bf16.h, zl_norm.h, zl_rope.h, zl_attention.h.  Out: the kernels.
+ * Next file: zl_attention.h.
  *
  * An item is a head (of q, k or v) for a tile of tokens: its outputs stay in a small array until they are normalized,
  * turned and stored.
@@ -9,6 +9,7 @@
 #ifndef ZL_QKV_H
 #define ZL_QKV_H
 #include "zl_attention.h"
+#include "zl_linear_bf16.h"
 #include "zl_linear_float.h"
 #include "zl_linear_int8.h"
 #include "zl_norm.h"
@@ -140,6 +141,38 @@ ZL_KERNEL void zl_qkv_float_all(const zl_task *t, int64_t rows, const zl_qkv *p,
 #undef ZL_CALL
 }
 
+/* The same for weights of bf16 and pairs x. */
+ZL_KERNEL void zl_qkv_bf16_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int MT, const zl_pair *in,
+                                zl_turn turn, int64_t first, int64_t item) {
+  _Alignas(64) float x[8][ZL_MAX_HEAD_DIM];
+  int64_t head;
+  const int role = zl_qkv_role(s, item, &head);
+  const int64_t groups = s->hd / 16, bytes = zl_group_bytes(ZL_FMT_BF16, s->K);
+  for (int64_t g = 0; g < groups;) {
+    v16f acc[2][8];
+    const uint8_t *w = p->w[role] + (head * groups + g) * bytes, *const group[2] = {w, w + bytes};
+    const int both = g + 1 < groups;
+    if (both)
+      zl_dot_bf16(2, MT, in, s->K, group, 2 * bytes, turn, acc);
+    else
+      zl_dot_bf16(1, MT, in, s->K, group, bytes, turn, acc);
+    ZL_UNROLL
+    for (int m = 0; m < MT; m++) {
+      zl_store(x[m] + 16 * g, acc[0][m]);
+      if (both) zl_store(x[m] + 16 * g + 16, acc[1][m]);
+    }
+    g += 1 + both;
+  }
+  for (int m = 0; m < MT; m++) zl_qkv_finish(t, p, s, role, first + m, head, x[m]);
+}
+
+ZL_KERNEL void zl_qkv_bf16_all(const zl_task *t, int64_t rows, const zl_qkv *p, const zl_qkv_shape *s,
+                               const float *in) {
+#define ZL_CALL(NG, MT, first, px, turn, item) zl_qkv_bf16_tile(t, p, s, MT, px, turn, first, item)
+  ZL_BF16_TILES(rows, in, s->K, s->H + 2 * s->KVH, 1, ZL_CALL);
+#undef ZL_CALL
+}
+
 /* A (q, scale, sums), Wq, Wk, Wv, bq?, bk?, bv?, qnorm?, knorm?, cos?, sin?, k_cache, v_cache, positions, seq_starts,
  * block_table -> q f32[T, H*hd], k_cache, v_cache (the same memory as the inputs) */
 ZL_KERNEL void zl_qkv_rope_cache_int8(
@@ -168,6 +201,20 @@ ZL_KERNEL void zl_qkv_rope_cache_float(
   zl_qkv p = {{wq, wk, wv}, {bq, bk, bv}, {qnorm, knorm}, cos_t, sin_t, q, k_cache, v_cache, positions};
   zl_qkv_shape s = {K, num_heads, kv_num_heads, head_dim, rotary_dim, block_size, interleaved, kv_dtype, epsilon};
   zl_qkv_float_all(t, rows, &p, &s, x, format_q, format_k, format_v, kind);
+}
+
+/* the same for weights of bf16 */
+ZL_KERNEL void zl_qkv_rope_cache_bf16(
+    const zl_task *t, int64_t rows, const float *x, const uint8_t *wq, const uint8_t *wk, const uint8_t *wv,
+    const float *bq, const float *bk, const float *bv, const float *qnorm, const float *knorm, const float *cos_t,
+    const float *sin_t, char *k_in, char *v_in, const int32_t *positions, const int32_t *seq_starts,
+    const int32_t *block_table, float *q, char *k_cache, char *v_cache, int64_t K, int64_t num_heads,
+    int64_t kv_num_heads, int64_t head_dim, int64_t rotary_dim, int interleaved, double epsilon, int64_t block_size,
+    int kv_dtype) {
+  (void)k_in, (void)v_in, (void)seq_starts, (void)block_table;
+  zl_qkv p = {{wq, wk, wv}, {bq, bk, bv}, {qnorm, knorm}, cos_t, sin_t, q, k_cache, v_cache, positions};
+  zl_qkv_shape s = {K, num_heads, kv_num_heads, head_dim, rotary_dim, block_size, interleaved, kv_dtype, epsilon};
+  zl_qkv_bf16_all(t, rows, &p, &s, x);
 }
 
 #endif

@@ -175,6 +175,42 @@ ZL_KERNEL v16f zl_round_bf16(v16f x) {
   return zl_select(nan, (v16f)((u | 0x00400000u) & 0xffff0000u), (v16f)r);
 }
 
+/* Two columns of a bf16 weight beside each other in each of 16 lanes, and two bf16 activations for all of them.
+ * zl_dot_pair: acc + odd * odd, then + even * even, each one fused multiply-add; where there is an instruction for it,
+ * that is its order (it takes denormals for zero).  Elsewhere both columns are float32 lanes of their own. */
+#if ZL_AVX512 && defined(__AVX512BF16__)
+typedef uint32_t zl_pair; /* bf16 even | odd << 16 */
+typedef v16i zl_pairs16;
+ZL_KERNEL v16u16 zl_to_bf16(v16f x) { return (v16u16)_mm512_cvtneps_pbh((__m512)x); }
+ZL_KERNEL v16f zl_from_bf16(v16u16 x) { return (v16f)_mm512_cvtpbh_ps((__m256bh)x); }
+ZL_KERNEL zl_pairs16 zl_load_pairs16(const uint8_t *p) { return (v16i)zl_load_bytes(p); }
+ZL_KERNEL v16f zl_dot_pair(v16f acc, zl_pairs16 a, zl_pair b) {
+  return (v16f)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
+}
+/* 32 floats, rounded to nearest even -> 16 pairs */
+ZL_KERNEL void zl_store_pairs(zl_pair *to, v16f low, v16f high) {
+  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+}
+#else
+typedef struct zl_pair {
+  float even, odd;
+} zl_pair;
+typedef struct zl_pairs16 {
+  v16f even, odd;
+} zl_pairs16;
+ZL_KERNEL zl_pairs16 zl_load_pairs16(const uint8_t *p) {
+  v16u both = (v16u)zl_load_bytes(p);
+  return (zl_pairs16){(v16f)(both << 16), (v16f)(both & 0xffff0000u)};
+}
+ZL_KERNEL v16f zl_dot_pair(v16f acc, zl_pairs16 a, zl_pair b) {
+  return zl_fma(a.even, zl_set(b.even), zl_fma(a.odd, zl_set(b.odd), acc));
+}
+ZL_KERNEL void zl_store_pairs(zl_pair *to, v16f low, v16f high) {
+  zl_store(&to->even, zl_round_bf16(low));
+  zl_store(&to[8].even, zl_round_bf16(high));
+}
+#endif
+
 /* 4 signed bytes repeated in every lane */
 ZL_KERNEL v16i zl_repeat4(const int8_t *p) {
   int32_t x;

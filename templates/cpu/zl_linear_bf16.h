@@ -1,0 +1,246 @@
+/* Matrix products of bf16 weights with activations rounded to bf16: the same five operators.
+ *
+ * In: zl_weights.h, zl_linear_int8.h (ZL_TILE_BYTES).  Out: zl_dot_bf16, the kernels.  Next file: zl_qkv.h.
+ *
+ * One instruction (vdpbf16ps) adds the products of two columns to 16 outputs; a rows16 block of BF16 is its operand as
+ * it lies in the file.  zl_dot_pair says in which order, so an output is one chain of multiply-adds over K: the same
+ * for every register tile, thread count and instruction set (denormals apart, which the instruction takes for zero).
+ *
+ * Work is split into (token tile, group of 16 outputs) items as for int8.  A token tile is rounded once, into this
+ * thread's scratch (cpu_rows.scratch_bytes), and stays in L2 while the weights stream past.  A register tile is two
+ * groups by ZL_BF16_ROWS tokens: each broadcast activation serves two products.
+ */
+#ifndef ZL_LINEAR_BF16_H
+#define ZL_LINEAR_BF16_H
+#include "zl_linear_int8.h"
+
+#ifndef ZL_PREFETCH_BYTES
+#define ZL_PREFETCH_BYTES 4096
+#endif
+#if ZL_AVX512
+#define ZL_BF16_ROWS 8 /* tokens in a register tile; with two groups, 16 of 32 registers hold sums */
+#else
+#define ZL_BF16_ROWS 4 /* 8 of 16 for one group at a time */
+#endif
+
+/* Pairs from one token to the next: an odd multiple of 16, so that the tokens of a register tile do not meet in the same
+ * cache sets when K is a power of two. */
+ZL_KERNEL int64_t zl_pair_stride(int64_t K) { return ((K + 31) / 32 | 1) * 16; }
+
+/* The most tokens of a tile: within ZL_TILE_BYTES, 32 to 256, a multiple of 8. */
+ZL_KERNEL int64_t zl_bf16_tokens(int64_t K) {
+  const int64_t most = ZL_TILE_BYTES / ((K + 1) / 2 * (int64_t)sizeof(zl_pair)) / 8 * 8;
+  return most < 32 ? 32 : most > 256 ? 256 : most;
+}
+
+/* First token of tile i: tiles differ by 8 tokens at most, so that threads with as many tiles have as much to do. */
+ZL_KERNEL int64_t zl_bf16_first(int64_t i, int64_t tiles, int64_t rows) {
+  const int64_t first = (rows + 7) / 8 * i / tiles * 8;
+  return first < rows ? first : rows;
+}
+
+/* x f32[T, K], tokens first .. first + n -> scratch pairs[n, stride]; columns past K are zero */
+ZL_KERNEL const zl_pair *zl_prepare_bf16(const zl_task *t, const float *x, int64_t first, int64_t n, int64_t K) {
+  zl_pair *to = (zl_pair *)(void *)t->scratch;
+  for (int64_t m = 0; m < n; m++) {
+    const float *from = x + (first + m) * K;
+    zl_pair *row = to + m * zl_pair_stride(K);
+    int64_t k = 0;
+    for (; k + 32 <= K; k += 32) zl_store_pairs(row + k / 2, zl_load(from + k), zl_load(from + k + 16));
+    if (k < K) {
+      const int64_t left = K - k;
+      zl_store_pairs(row + k / 2, zl_load_n(from + k, left),
+                     left > 16 ? zl_load_n(from + k + 16, left - 16) : zl_set(0.0f));
+    }
+  }
+  return to;
+}
+
+/* Which of its token tile's register tiles one is.  It asks for weights before they are needed: the only one streams
+ * them, ZL_PREFETCH_BYTES ahead; one of many asks for its share of the groups that come next, so that the first of them
+ * does not wait for memory while the others find the weights in L2. */
+typedef struct zl_turn {
+  int64_t number, of;
+} zl_turn;
+
+ZL_KERNEL void zl_dot_groups(int NG, int MT, const zl_pair *x, int64_t K, const uint8_t *const *w, int64_t next,
+                             zl_turn turn, v16f acc[][8]) {
+  const int64_t stride = zl_pair_stride(K), pairs = (K + 1) / 2;
+  const int64_t ahead = turn.of == 1 ? ZL_PREFETCH_BYTES : next, step = 64 * 256 / turn.of; /* 256ths of a byte */
+  int64_t asked = turn.number * pairs * step;
+  ZL_UNROLL
+  for (int s = 0; s < NG; s++) {
+    ZL_UNROLL
+    for (int m = 0; m < MT; m++) acc[s][m] = zl_set(0.0f);
+  }
+  ZL_NO_UNROLL
+  for (int64_t k = 0; k < pairs; k++, asked += step) {
+    zl_pairs16 p[2];
+    ZL_UNROLL
+    for (int s = 0; s < NG; s++) {
+      p[s] = zl_load_pairs16(w[s] + 64 * k);
+      __builtin_prefetch(w[s] + ahead + (asked >> 8), 0, 3);
+    }
+    ZL_UNROLL
+    for (int m = 0; m < MT; m++) {
+      ZL_UNROLL
+      for (int s = 0; s < NG; s++) acc[s][m] = zl_dot_pair(acc[s][m], p[s], x[m * stride + k]);
+    }
+  }
+}
+
+/* acc[s][m] = 16 outputs of group s for token m of the pairs x, NG is 1 or 2; w[s]: a group of rows16, `next` bytes
+ * before the group that comes next */
+ZL_KERNEL void zl_dot_bf16(int NG, int MT, const zl_pair *x, int64_t K, const uint8_t *const *w, int64_t next,
+                           zl_turn turn, v16f acc[][8]) {
+  if (NG == 2 && MT > 2 && !ZL_AVX512) { /* not registers enough for both */
+    zl_dot_groups(1, MT, x, K, w, next, turn, acc);
+    zl_dot_groups(1, MT, x, K, w + 1, next, turn, acc + 1);
+  } else {
+    zl_dot_groups(NG, MT, x, K, w, next, turn, acc);
+  }
+}
+
+/* CALL(NG, MT, row, px, turn, item) for all register tiles of this thread's share: items item .. item + NG for tokens
+ * row .. row + MT, whose pairs begin at px.  Up to `most` items (1 or 2) are taken together. */
+#define ZL_BF16_TILES(rows, x, K, items, most, CALL)                                              \
+  do {                                                                                            \
+    if ((rows) <= 0) break;                                                                       \
+    const int64_t zl_tiles = ((rows) + zl_bf16_tokens(K) - 1) / zl_bf16_tokens(K);                \
+    const zl_pair *zl_x = NULL;                                                                   \
+    int64_t zl_i, zl_end, zl_at = -1;                                                             \
+    zl_share(t, zl_tiles * (items), &zl_i, &zl_end);                                              \
+    while (zl_i < zl_end) {                                                                       \
+      const int64_t zl_t = zl_i / (items), zl_item = zl_i % (items);                              \
+      const int64_t zl_t0 = zl_bf16_first(zl_t, zl_tiles, rows);                                  \
+      const int64_t zl_t1 = zl_bf16_first(zl_t + 1, zl_tiles, rows);                              \
+      const int zl_both = (most) > 1 && zl_item + 1 < (items) && zl_i + 1 < zl_end;               \
+      if (zl_t0 != zl_at) zl_x = zl_prepare_bf16(t, x, zl_at = zl_t0, zl_t1 - zl_t0, K);          \
+      if (zl_both) {                                                                              \
+        ZL_BF16_ROW_TILES(2, zl_x, K, zl_t0, zl_t1, zl_item, CALL)                                \
+      } else {                                                                                    \
+        ZL_BF16_ROW_TILES(1, zl_x, K, zl_t0, zl_t1, zl_item, CALL)                                \
+      }                                                                                           \
+      zl_i += 1 + zl_both;                                                                        \
+    }                                                                                             \
+  } while (0)
+#define ZL_BF16_ROW_TILES(NG, px, K, t0, t1, item, CALL)                                 \
+  for (int64_t zl_m = (t0), zl_left; (zl_left = (t1) - zl_m) > 0;) {                     \
+    const zl_pair *zl_p = (px) + (zl_m - (t0)) * zl_pair_stride(K);                      \
+    const int64_t zl_of = ((t1) - (t0) + ZL_BF16_ROWS - 1) / ZL_BF16_ROWS;               \
+    const zl_turn zl_turn_ = {(zl_m - (t0)) / ZL_BF16_ROWS, zl_of};                      \
+    if (ZL_BF16_ROWS >= 8 && zl_left >= 8) {                                             \
+      CALL(NG, ZL_BF16_ROWS, zl_m, zl_p, zl_turn_, item);                                \
+      zl_m += 8;                                                                         \
+    } else if (zl_left >= 4) {                                                           \
+      CALL(NG, 4, zl_m, zl_p, zl_turn_, item);                                           \
+      zl_m += 4;                                                                         \
+    } else if (zl_left >= 2) {                                                           \
+      CALL(NG, 2, zl_m, zl_p, zl_turn_, item);                                           \
+      zl_m += 2;                                                                         \
+    } else {                                                                             \
+      CALL(NG, 1, zl_m, zl_p, zl_turn_, item);                                           \
+      zl_m += 1;                                                                         \
+    }                                                                                    \
+  }
+
+ZL_KERNEL void zl_linear_bf16_tile(int NG, int MT, const zl_pair *x, zl_turn turn, int64_t first, int64_t g,
+                                   const uint8_t *w, const float *bias, const float *residual, float *out, int64_t N,
+                                   int64_t K, int act) {
+  v16f acc[2][8];
+  const int64_t bytes = zl_group_bytes(ZL_FMT_BF16, K);
+  const uint8_t *const group[2] = {w + g * bytes, w + (g + 1) * bytes};
+  zl_dot_bf16(NG, MT, x, K, group, NG * bytes, turn, acc);
+  ZL_UNROLL
+  for (int s = 0; s < NG; s++) {
+    const int64_t n = N - 16 * (g + s) < 16 ? N - 16 * (g + s) : 16;
+    v16f c = bias ? zl_load_n(bias + 16 * (g + s), n) : zl_set(0.0f);
+    ZL_UNROLL
+    for (int m = 0; m < MT; m++) {
+      const int64_t at = (first + m) * N + 16 * (g + s);
+      v16f y = zl_activate(act, bias ? acc[s][m] + c : acc[s][m]);
+      if (residual) y = zl_load_n(residual + at, n) + y;
+      zl_store_n(out + at, y, n);
+    }
+  }
+}
+
+ZL_KERNEL void zl_linear_bf16_all(const zl_task *t, int64_t rows, const float *x, const uint8_t *w, const float *bias,
+                                  const float *residual, float *out, int64_t N, int64_t K, int act) {
+#define ZL_CALL(NG, MT, row, px, turn, g) \
+  zl_linear_bf16_tile(NG, MT, px, turn, row, g, w, bias, residual, out, N, K, act)
+  ZL_BF16_TILES(rows, x, K, (N + 15) / 16, 2, ZL_CALL);
+#undef ZL_CALL
+}
+
+/* x f32[T,K], W rows16 BF16 [N,K], bias f32[N] or NULL -> out f32[T,N] */
+ZL_KERNEL void zl_linear_bf16(const zl_task *t, int64_t rows, const float *x, const uint8_t *w, const float *bias,
+                              float *out, int64_t N, int64_t K) {
+  zl_linear_bf16_all(t, rows, x, w, bias, NULL, out, N, K, ZL_ACT_NONE);
+}
+
+/* x, W, residual f32[T,N], bias? -> out f32[T,N] = residual + linear; out may be residual */
+ZL_KERNEL void zl_linear_add_bf16(const zl_task *t, int64_t rows, const float *x, const uint8_t *w,
+                                  const float *residual, const float *bias, float *out, int64_t N, int64_t K) {
+  zl_linear_bf16_all(t, rows, x, w, bias, residual, out, N, K, ZL_ACT_NONE);
+}
+
+/* x, W, bias? -> out f32[T,N] = act(linear) */
+ZL_KERNEL void zl_act_linear_bf16(const zl_task *t, int64_t rows, const float *x, const uint8_t *w, const float *bias,
+                                  float *out, int64_t N, int64_t K, int activation) {
+  zl_linear_bf16_all(t, rows, x, w, bias, NULL, out, N, K, activation);
+}
+
+/* h[m] = act(gate + bias) * (up + bias) for 16 outputs of group g */
+ZL_KERNEL void zl_gated_bf16_tile(int MT, const zl_pair *x, zl_turn turn, int64_t g, const uint8_t *gate,
+                                  const uint8_t *up, const float *bias_gate, const float *bias_up, int64_t N,
+                                  int64_t K, int act, v16f *h) {
+  v16f acc[2][8];
+  const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16, bytes = zl_group_bytes(ZL_FMT_BF16, K);
+  const uint8_t *const group[2] = {gate + g * bytes, up + g * bytes};
+  zl_dot_bf16(2, MT, x, K, group, bytes, turn, acc);
+  ZL_UNROLL
+  for (int m = 0; m < MT; m++) {
+    v16f a = acc[0][m], b = acc[1][m];
+    if (bias_gate) a = a + zl_load_n(bias_gate + 16 * g, n);
+    if (bias_up) b = b + zl_load_n(bias_up + 16 * g, n);
+    h[m] = zl_activate(act, a) * b;
+  }
+}
+
+/* x, Wgate, Wup rows16 BF16 [N,K], bias_gate?, bias_up? -> out f32[T,N] = act(gate) * up */
+ZL_KERNEL void zl_gated_linear_bf16(const zl_task *t, int64_t rows, const float *x, const uint8_t *gate,
+                                    const uint8_t *up, const float *bias_gate, const float *bias_up, float *out,
+                                    int64_t N, int64_t K, int activation) {
+#define ZL_CALL(NG, MT, row, px, turn, g)                                                   \
+  do {                                                                                      \
+    v16f h[8];                                                                              \
+    const int64_t n = N - 16 * (g) < 16 ? N - 16 * (g) : 16;                                \
+    zl_gated_bf16_tile(MT, px, turn, g, gate, up, bias_gate, bias_up, N, K, activation, h); \
+    for (int m = 0; m < MT; m++) zl_store_n(out + ((row) + m) * N + 16 * (g), h[m], n);     \
+  } while (0)
+  ZL_BF16_TILES(rows, x, K, (N + 15) / 16, 1, ZL_CALL);
+#undef ZL_CALL
+}
+
+/* the same, N a multiple of 32 -> q i8[T,N], scale f32[T,N/32], sums f32[T,N/16] */
+ZL_KERNEL void zl_gated_linear_quantize_bf16(const zl_task *t, int64_t rows, const float *x, const uint8_t *gate,
+                                             const uint8_t *up, const float *bias_gate, const float *bias_up,
+                                             int8_t *out_q, float *out_scale, float *out_sums, int64_t N, int64_t K,
+                                             int activation) {
+#define ZL_CALL(NG, MT, row, px, turn, g)                                                                  \
+  do {                                                                                                     \
+    v16f h[2][8];                                                                                          \
+    for (int64_t s = 0; s < 2; s++)                                                                        \
+      zl_gated_bf16_tile(MT, px, turn, 2 * (g) + s, gate, up, bias_gate, bias_up, N, K, activation, h[s]); \
+    for (int m = 0; m < MT; m++) {                                                                         \
+      const int64_t r = (row) + m;                                                                         \
+      zl_quantize32(h[0][m], h[1][m], out_q + r * N + 32 * (g), out_scale + r * (N / 32) + (g),            \
+                    out_sums + r * (N / 16) + 2 * (g));                                                    \
+    }                                                                                                      \
+  } while (0)
+  ZL_BF16_TILES(rows, x, K, N / 32, 1, ZL_CALL);
+#undef ZL_CALL
+}
+
+#endif
