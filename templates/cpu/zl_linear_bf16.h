@@ -23,8 +23,8 @@
 #define ZL_BF16_ROWS 4 /* 8 of 16 for one group at a time */
 #endif
 
-/* Pairs from one token to the next: an odd multiple of 16, so that the tokens of a register tile do not meet in the same
- * cache sets when K is a power of two. */
+/* Pairs from one token to the next: an odd multiple of 16, so that the tokens of a register tile do not meet in the
+ * same cache sets when K is a power of two. */
 ZL_KERNEL int64_t zl_pair_stride(int64_t K) { return ((K + 31) / 32 | 1) * 16; }
 
 /* The most tokens of a tile: within ZL_TILE_BYTES, 32 to 256, a multiple of 8. */
@@ -102,7 +102,8 @@ ZL_KERNEL void zl_dot_bf16(int NG, int MT, const zl_pair *x, int64_t K, const ui
 }
 
 /* CALL(NG, MT, row, px, turn, item) for all register tiles of this thread's share: items item .. item + NG for tokens
- * row .. row + MT, whose pairs begin at px.  Up to `most` items (1 or 2) are taken together. */
+ * row .. row + MT, whose pairs begin at px.  Up to `most` items (1 or 2) are taken together; for one token never,
+ * because neighbouring groups are read faster as one stream. */
 #define ZL_BF16_TILES(rows, x, K, items, most, CALL)                                              \
   do {                                                                                            \
     if ((rows) <= 0) break;                                                                       \
@@ -114,7 +115,7 @@ ZL_KERNEL void zl_dot_bf16(int NG, int MT, const zl_pair *x, int64_t K, const ui
       const int64_t zl_t = zl_i / (items), zl_item = zl_i % (items);                              \
       const int64_t zl_t0 = zl_bf16_first(zl_t, zl_tiles, rows);                                  \
       const int64_t zl_t1 = zl_bf16_first(zl_t + 1, zl_tiles, rows);                              \
-      const int zl_both = (most) > 1 && zl_item + 1 < (items) && zl_i + 1 < zl_end;               \
+      const int zl_both = (most) > 1 && (rows) > 1 && zl_item + 1 < (items) && zl_i + 1 < zl_end; \
       if (zl_t0 != zl_at) zl_x = zl_prepare_bf16(t, x, zl_at = zl_t0, zl_t1 - zl_t0, K);          \
       if (zl_both) {                                                                              \
         ZL_BF16_ROW_TILES(2, zl_x, K, zl_t0, zl_t1, zl_item, CALL)                                \

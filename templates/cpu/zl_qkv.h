@@ -151,7 +151,7 @@ ZL_KERNEL void zl_qkv_bf16_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_
   for (int64_t g = 0; g < groups;) {
     v16f acc[2][8];
     const uint8_t *w = p->w[role] + (head * groups + g) * bytes, *const group[2] = {w, w + bytes};
-    const int both = g + 1 < groups;
+    const int both = MT > 1 && g + 1 < groups; /* one token: one stream of weights */
     if (both)
       zl_dot_bf16(2, MT, in, s->K, group, 2 * bytes, turn, acc);
     else
