@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # (leaf, subleaf, register, bit, name, needs): register 0..3 is EAX, EBX, ECX, EDX; ``needs`` is the
 # part of XCR0 that the OS must have switched on.
 _XCR0_NEEDS = {"": 0x0, "avx": 0x6, "avx512": 0xE6, "amx": 0x60000}
+_EVERY_STATE = 0x600E6  # all of them
 _X86_BITS = (
     (1, 0, 2, 0, "sse3", ""),
     (1, 0, 2, 9, "ssse3", ""),
@@ -125,7 +126,8 @@ class HostFacts:
     CPUs (None: no limit).  Bytes: ``memory_total`` (machine or cgroup limit, the lesser),
     ``memory_available`` (free now, the lesser of machine, cgroup and address-space limit),
     ``memory_limit`` (the cgroup's or address-space limit, None: none), ``page_size``.
-    ``sve_vector_bits`` is 0 without SVE.  ``masked`` lists features hidden on request.
+    ``sve_vector_bits`` is 0 without SVE.  ``masked`` lists features hidden on request, ``withheld``
+    those that the CPU has and the operating system does not let this process use.
     """
 
     __slots__ = (
@@ -147,6 +149,7 @@ class HostFacts:
         "python",
         "sve_vector_bits",
         "system",
+        "withheld",
     )
 
     arch: str
@@ -158,6 +161,7 @@ class HostFacts:
     features: frozenset[str]
     features_source: str
     masked: tuple[str, ...]
+    withheld: tuple[str, ...]
     sve_vector_bits: int
     cpus_online: int
     cpus_affinity: tuple[int, ...]
@@ -202,7 +206,7 @@ def host_facts(
     """
     uname = os.uname()
     arch = _arch(uname.machine)
-    features, source, model, sve_bits = _features(arch, root)
+    features, withheld, source, model, sve_bits = _features(arch, root)
     hidden = _expand_mask(mask, features)
     affinity = _affinity()
     total, available, limit = memory_facts(root)
@@ -216,6 +220,7 @@ def host_facts(
         "features": features - hidden,
         "features_source": source,
         "masked": tuple(sorted(hidden)),
+        "withheld": tuple(sorted(withheld - hidden)),
         "sve_vector_bits": sve_bits if "sve" not in hidden else 0,
         "cpus_online": os.cpu_count() or 1,
         "cpus_affinity": affinity,
@@ -271,18 +276,20 @@ def _libc() -> str:
 # ---------------------------------------------------------------------------------- instruction set
 
 
-def _features(arch: str, root: str) -> tuple[frozenset[str], str, str, int]:
-    """(features, where they were read, CPU name, SVE vector bits)."""
+def _features(arch: str, root: str) -> tuple[frozenset[str], frozenset[str], str, str, int]:
+    """(features, those withheld, where they were read, CPU name, SVE vector bits)."""
     if arch == "x86_64":
         found = _x86_from_cpuid()
         if found is not None:
-            return found[0], "cpuid", found[1], 0
+            return found[0], found[1], "cpuid", found[2], 0
         flags, model = _cpuinfo(root)
-        return x86_from_flags(flags), "/proc/cpuinfo", model, 0
+        features = x86_from_flags(flags)
+        withheld = x86_from_flags(flags, lambda: True) - features
+        return features, withheld, "/proc/cpuinfo", model, 0
     if arch == "aarch64":
         features, bits = _arm_features()
-        return features, "getauxval", _cpuinfo(root)[1], bits
-    return frozenset(), "none", "", 0
+        return features, frozenset(), "getauxval", _cpuinfo(root)[1], bits
+    return frozenset(), frozenset(), "none", "", 0
 
 
 def _cpuinfo(root: str) -> tuple[list[str], str]:
@@ -300,11 +307,13 @@ def _cpuinfo(root: str) -> tuple[list[str], str]:
     return flags, model
 
 
-def x86_from_flags(flags: Iterable[str]) -> frozenset[str]:
+def x86_from_flags(
+    flags: Iterable[str], amx_permission: Callable[[], bool] | None = None
+) -> frozenset[str]:
     """LLVM's names of /proc/cpuinfo flags; AMX only with the kernel's permission."""
     known = {bit[4] for bit in _X86_BITS}
     names = {_CPUINFO_NAMES.get(flag, flag) for flag in flags} & known
-    if "amx-tile" in names and not _amx_permission():
+    if "amx-tile" in names and not (amx_permission or _amx_permission)():
         names = {n for n in names if not n.startswith("amx-")}
     return frozenset(names)
 
@@ -337,7 +346,7 @@ def _executable(code: bytes) -> int | None:
     return None if address in (None, ctypes.c_void_p(-1).value) else int(address)
 
 
-def _x86_from_cpuid() -> tuple[frozenset[str], str] | None:
+def _x86_from_cpuid() -> tuple[frozenset[str], frozenset[str], str] | None:
     try:
         import ctypes
     except ImportError:
@@ -360,7 +369,9 @@ def _x86_from_cpuid() -> tuple[frozenset[str], str] | None:
     xcr0 = 0
     if cpuid(1)[2] >> 27 & 1:  # OSXSAVE: XGETBV exists and the OS uses it
         xcr0 = ctypes.CFUNCTYPE(ctypes.c_uint64)(address + _XGETBV_OFFSET)()
-    return features_from_cpuid(cpuid, xcr0, _amx_permission), _brand(cpuid)
+    features = features_from_cpuid(cpuid, xcr0, _amx_permission)
+    withheld = features_from_cpuid(cpuid, _EVERY_STATE, lambda: True) - features
+    return features, withheld, _brand(cpuid)
 
 
 def features_from_cpuid(

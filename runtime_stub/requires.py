@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from .detect import HostFacts
 
+#: what the host has of a feature that its operating system does not let this process use
+WITHHELD = "withheld by the kernel"
+
 
 class Mismatch:
     """One unmet requirement: its name, what is needed, what the host has."""
@@ -55,8 +58,10 @@ def _compare_one(key: str, need: object, facts: HostFacts) -> list[Mismatch]:
         have = facts.arch if key == "arch" else facts.system
         return [] if need == have else [Mismatch(key, str(need), have)]
     if key == "features" and isinstance(need, (list, tuple)):
+        have_not = dict.fromkeys(facts.withheld, WITHHELD)
+        have_not.update(dict.fromkeys(facts.masked, "hidden (masked)"))
         return [
-            Mismatch(str(name), "yes", "hidden (masked)" if name in facts.masked else "no")
+            Mismatch(str(name), "yes", have_not.get(name, "no"))
             for name in need
             if name not in facts.features
         ]
@@ -96,9 +101,14 @@ def refuse(target: str, mismatches: list[Mismatch], facts: HostFacts, where: str
     if arch is not None:
         what = f"compiled for {arch.need} (target {target}), this host is {arch.have}"
     else:
-        features = [m.name for m in mismatches if m.need == "yes"]
+        withheld = [m.name for m in mismatches if m.have == WITHHELD]
+        features = [m.name for m in mismatches if m.need == "yes" and m.have != WITHHELD]
         others = [repr(m) for m in mismatches if m.need != "yes"]
         parts = ["this host lacks " + ", ".join(features)] if features else []
+        if withheld:
+            parts.append(f"the CPU has {', '.join(withheld)}, but the kernel withholds it")
+        if any(name.startswith("amx-") for name in withheld):
+            parts.append("AMX needs Linux 5.16 that allows arch_prctl(ARCH_REQ_XCOMP_PERM)")
         what = f"target {target} does not match this host ({cpu}): " + "; ".join(parts + others)
     raise HardwareMismatchError(
         what, where=where, next_step="compile with --target for this host's kind of hardware"

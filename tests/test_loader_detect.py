@@ -121,6 +121,43 @@ def test_mask_takes_dependents_along_and_refusal_names_both_sides() -> None:
         assert "avx512bf16" not in host_facts(mask=["avx512f"]).features
 
 
+def test_withheld_amx_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU has AMX: with the kernel's permission it counts, without it or without the state in
+    XCR0 it is named as withheld."""
+    asked = []
+
+    def permission() -> bool:
+        asked.append(1)
+        return False
+
+    assert not any(f.startswith("amx") for f in features_from_cpuid(
+        sapphire_rapids, AVX512_STATE, permission))  # fmt: skip
+    assert not asked, "a kernel that does not save tiles is not asked for them"
+    amx = {"amx-tile", "amx-int8", "amx-bf16"}
+    assert features(AMX_STATE) - features(AMX_STATE, amx=False) == amx
+    flags = ["avx2", "amx_tile", "amx_int8", "amx_bf16"]
+    monkeypatch.setattr(detect, "_executable", lambda _code: None)
+    monkeypatch.setattr(detect, "_cpuinfo", lambda _root: (flags, "a Xeon"))
+    for allowed in (True, False):
+        monkeypatch.setattr(detect, "_amx_permission", lambda allowed=allowed: allowed)
+        facts = host_facts(overrides={"arch": "x86_64"})
+        if facts.features_source != "/proc/cpuinfo":
+            pytest.skip("not an x86 host")
+        assert (amx <= facts.features) == allowed
+        assert set(facts.withheld) == (set() if allowed else amx)
+    target = {"name": "spr", "requires": {"arch": "x86_64", "features": ["avx512f", *sorted(amx)]}}
+    with pytest.raises(HardwareMismatchError) as refused:
+        require(target, facts, "m.zla")
+    text = str(refused.value)
+    assert refused.value.exit_code == 5
+    assert "lacks avx512f;" in text and "has amx-bf16, amx-int8, amx-tile" in text
+    assert "Linux 5.16" in text and "ARCH_REQ_XCOMP_PERM" in text
+    assert [m.have for m in compare(target["requires"], facts)] == ["no"] + [  # type: ignore[arg-type]
+        "withheld by the kernel"] * 3  # fmt: skip
+    assert "withheld" not in str(compare({"features": ["amx-tile"]}, host_facts(
+        mask=["amx-tile"], overrides={"arch": "x86_64"})))  # fmt: skip
+
+
 def test_requirements_one_by_one() -> None:
     facts = host_facts(
         overrides={"arch": "aarch64", "page_size": 65536, "libc": "glibc 2.28", "system": "Linux",
