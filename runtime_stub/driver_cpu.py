@@ -130,6 +130,8 @@ _STATUS: dict[int, tuple[type[ZerolayerError], str, str]] = {
     6: (ResourceError, "the code object could not start its threads",
         "use fewer --threads or raise the process limit (ulimit -u)"),
     7: (UnsupportedError, "the artifact has no such entry point", "run its 'info' command"),
+    8: (HardwareMismatchError, "the kernel does not give this process the AMX tile registers",
+        "needs Linux 5.16 that allows arch_prctl(ARCH_REQ_XCOMP_PERM), or another --target"),
 }  # fmt: skip
 
 

@@ -10,7 +10,8 @@ What the code generator has to know about these machines:
   same rate per byte, and no clock penalty.  Skylake lowers its clock under AVX-512, so its level is
   sized with the AVX-512 clock.
 * ``vdpbf16ps`` multiplies pairs of bf16 at twice the rate of float32 and takes denormals for zero.
-* AMX tiles belong to the process only after it asked the kernel; the loader asks during detection.
+* AMX tiles belong to the process only after it asked the kernel; the loader asks during detection,
+  ``zl_create`` again, and each thread configures its tiles for the length of a kernel call.
 * A level is a set of instructions, not a machine.  Nothing beyond the target's
   ``requires.features`` may appear in the code, so the compiler is given exactly these and no
   ``native``.
@@ -229,7 +230,8 @@ def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Co
     injector.derive("prefetch_bytes", "64 * cache_line_bytes")
     if row.function.endswith("_int8"):  # zl_tile_tokens
         tile_bytes = _tile_bytes(injector)
-        injector.derive("tile_tokens", "max(8, min(256, tile_bytes // K // 8 * 8))")
+        step = 16 if row.id.endswith(".amx") else 8  # ZL_TILE_STEP
+        injector.derive("tile_tokens", _TILE_TOKENS.format(step=step))
         return tile_bytes
     if row.function.endswith("_bf16"):  # zl_bf16_tokens
         tile_bytes = _tile_bytes(injector)
@@ -238,6 +240,9 @@ def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Co
         injector.derive("tile_tokens", "max(32, min(256, tile_bytes // token_bytes // 8 * 8))")
         return tile_bytes
     return 0
+
+
+_TILE_TOKENS = "max({step}, min(256, tile_bytes // K // {step} * {step}))"
 
 
 def _tile_bytes(injector: Injector) -> int:

@@ -39,6 +39,9 @@ LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
 BF16_LEVEL = ("avx512bf16", LEVELS[0][1] | {"avx512bf16"})
 BF16_PRODUCTS = ("avx512bf16", LEVELS[1][1] | {"avx512bf16"})
 
+#: what the int8 products by matrix tiles need; every processor with tiles has bf16 products too
+AMX_LEVEL = ("amx", BF16_LEVEL[1] | {"amx-tile", "amx-int8"})
+
 #: why a call does not fit a kernel, from its constants, or None
 Check = Callable[[Mapping[str, Constant]], "str | None"]
 
@@ -271,7 +274,8 @@ def _no_bf16_cache(constants: Mapping[str, Constant]) -> str | None:
 def _rows() -> tuple[KernelRow, ...]:
     caching = [k for k in _KERNELS if "kv_dtype" in k.constants]
     products = [k for k in _KERNELS if k.bundle == "bf16"]
-    out = [_row(k, *BF16_PRODUCTS, k.constraint) for k in products]
+    out = [_row(k, *AMX_LEVEL, k.constraint) for k in _KERNELS if k.bundle == "int8"]
+    out += [_row(k, *BF16_PRODUCTS, k.constraint) for k in products]
     over_cache = [k for k in caching if k not in products]
     out += [_row(k, *BF16_LEVEL, _all(k.constraint, _bf16_cache)) for k in over_cache]
     for suffix, features in LEVELS:

@@ -224,6 +224,8 @@ _CPU = Family(
         "fma_pipes": FactKind("pipes", 1, 8),
         "f32_ops_per_cycle": FactKind("op/cycle/core", 4, 4096),
         "int8_ops_per_cycle": FactKind("op/cycle/core", 8, 65536),
+        # the most that products of blocks with scales of their own can reach, where it is less
+        "int8_block_ops_per_cycle": FactKind("op/cycle/core", 8, 65536, required=False),
         "bf16_ops_per_cycle": FactKind("op/cycle/core", 4, 65536, required=False),
         "peak_f32_gflops": FactKind("GFLOP/s", 1, 1e6, whole=False),
         "peak_int8_gops": FactKind("GOP/s", 1, 1e7, whole=False),
@@ -242,6 +244,7 @@ _CPU = Family(
     features=X86_FEATURES | ARM_FEATURES,
     checks=(
         _at_most("datapath_bits", "register_bits"),
+        _at_most("int8_block_ops_per_cycle", "int8_ops_per_cycle"),
         _product(
             "memory_bandwidth_gbps",
             ("memory_channels", "memory_channel_bits", "memory_rate_mts"),

@@ -4,9 +4,10 @@ In: a planned :class:`Program` and the target's facts, through an injector.  Out
 :class:`Prediction`.  Next file: a family's rows, for example ``cpu_rows.py``.
 
 A call takes the longer of its bytes at memory bandwidth and its operations at the peak rate of its
-operand type.  Weights are read once per call; activations of a step stay in cache unless they are
-larger than L3, so they count as bytes only then; attention reads the KV of the context.  The figure
-is a bound for the machine that the target's facts describe, not a promise.
+operand type (for int8, of products whose blocks have scales, where the target states it).  Weights
+are read once per call; activations of a step stay in cache unless they are larger than L3, so they
+count as bytes only then; attention reads the KV of the context.  The figure is a bound for the
+machine that the target's facts describe, not a promise.
 """
 
 from __future__ import annotations
@@ -87,6 +88,9 @@ def _rates(injector: Injector, target: Target) -> _Rates:
             ratio = injector.fact("bf16_ops_per_cycle") / injector.fact("f32_ops_per_cycle")
             bf16 = f32 * float(ratio)
         int8 = float(injector.fact("peak_int8_gops")) * 1e9
+        if "int8_block_ops_per_cycle" in names:
+            part = injector.fact("int8_block_ops_per_cycle") / injector.fact("int8_ops_per_cycle")
+            int8 *= float(part)
         return _Rates(
             bandwidth,
             {"int8": int8, "bf16": bf16, "f32": f32, "": f32},

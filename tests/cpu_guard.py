@@ -51,6 +51,10 @@ def main(level: str) -> None:
         layers.test_qkv_rope_cache,
         layers.test_elementwise,
     ]
+    if level == "ubsan-amx":
+        tests = [linear.test_linear_int8]
+    if level == "amx":  # what goes through tiles
+        tests = [linear.test_linear_int8, linear.test_fused_forms, layers.test_qkv_rope_cache]
     for test in tests:
         for case in cases(test):
             fmt = case.get("fmt")

@@ -26,10 +26,25 @@ FLAGS = ("-std=c11", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-u
 #: level -> compiler arguments, CPU flags the host needs to run it
 LEVELS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "zen4": (("-mcpu=znver4", "-O3"), frozenset({"avx512_vnni", "avx512bw", "avx512_bf16"})),
+    # zen4's code with the tile instructions in C: how the kernels for AMX run without AMX
+    "amx": (
+        ("-mcpu=znver4", "-O3", '-DZL_TILE_MODEL="tile_model.h"'),
+        frozenset({"avx512_vnni", "avx512bw", "avx512_bf16"}),
+    ),
     "v4": (("-mcpu=x86_64_v4", "-O3"), frozenset({"avx512bw", "avx512dq", "avx512vl"})),
     "v3": (("-mcpu=x86_64_v3", "-O3"), frozenset({"avx2", "fma", "f16c"})),
     "ubsan": (
         ("-mcpu=znver4", "-O1", "-fsanitize=undefined", "-fsanitize-trap=undefined"),
+        frozenset({"avx512_vnni", "avx512bw", "avx512_bf16"}),
+    ),
+    "ubsan-amx": (
+        (
+            "-mcpu=znver4",
+            "-O1",
+            "-fsanitize=undefined",
+            "-fsanitize-trap=undefined",
+            '-DZL_TILE_MODEL="tile_model.h"',
+        ),
         frozenset({"avx512_vnni", "avx512bw", "avx512_bf16"}),
     ),
 }
@@ -83,6 +98,18 @@ def _instances() -> list[Instance]:
             "zl_gated_linear_quantize_int8",
             10,
             ("i", "i", "i", q41),
+        ),
+        *(
+            Instance(
+                f"{kind}_int8_{f}", "zl_linear_int8.h", function, pointers, (*ints, f"ZL_FMT_{f}")
+            )
+            for f in ("Q8_0", "Q6_K")
+            for kind, function, pointers, ints in (
+                ("linear_add", "zl_linear_add_int8", 7, ("i", "i")),
+                ("act_linear", "zl_act_linear_int8", 6, ("i", "i", "i")),
+                ("gated", "zl_gated_linear_int8", 8, ("i", "i", "i")),
+                ("gated_quantize", "zl_gated_linear_quantize_int8", 10, ("i", "i", "i")),
+            )
         ),
         Instance(
             "linear_add_float", "zl_linear_float.h", "zl_linear_add_float", 5, ("i", "i", f16, "i")
@@ -188,14 +215,24 @@ def _instances() -> list[Instance]:
     return out
 
 
+#: fused int8 products of a format with signed codes and of one with scales of 16 columns
+FUSED_FORMS = tuple(
+    f"{kind}_int8_{f}"
+    for f in ("Q8_0", "Q6_K")
+    for kind in ("linear_add", "act_linear", "gated", "gated_quantize")
+)
 INSTANCES = {i.name: i for i in _instances()}
 
 
 def has(level: str, name: str) -> bool:
-    """Whether the library of ``level`` holds kernel ``name``: v4 differs from zen4 in the dot
-    products only, and the sanitizer's build is slow."""
-    if level == "v4":
-        return name.startswith("linear_int8") or name.endswith("_bf16")
+    """Whether the library of ``level`` holds kernel ``name``: tiles change the int8 products only,
+    and the sanitizer's build is slow."""
+    if level == "amx":
+        return "int8" in name or name == "cache_write"
+    if level == "ubsan-amx":
+        return name in {"linear_int8_Q4_1", "linear_int8_Q8_0", "linear_int8_Q6_K"}
+    if name.startswith(FUSED_FORMS) and level != "zen4":
+        return False
     if level == "ubsan":
         if name.startswith(("linear_int8", "linear_float", "embed")):
             return name.endswith(("Q4_1", "Q6_K", "BF16"))

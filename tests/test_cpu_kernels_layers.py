@@ -26,7 +26,7 @@ from test_cpu_kernels_linear import (
 F16, KV_BF16 = 1, 2  # enum zl_kv_dtype
 
 
-@pytest.fixture(scope="session", params=["zen4", "v3"])
+@pytest.fixture(scope="session", params=["zen4", "v4", "v3"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return kernels_for(request.param)
 
@@ -339,19 +339,25 @@ def test_attention_over_a_bf16_cache(
     assert_alone_gives_the_same_bits(kernels, batch, arrays, ints, [scale, softcap], y)
 
 
+@pytest.fixture(scope="session", params=["zen4", "amx", "v4", "v3"])
+def qkv_kernels(request: pytest.FixtureRequest) -> Kernels:
+    return kernels_for(request.param)
+
+
 @pytest.mark.parametrize("name", ["qkv_int8", "qkv_int8_mixed", "qkv_float", "qkv_bf16"])
 @pytest.mark.parametrize(
     ("hd", "rd", "interleaved", "norm", "bias"),
     [(64, 64, 0, 0, 1), (32, 16, 0, 1, 0), (48, 48, 1, 0, 0)],
 )
 def test_qkv_rope_cache(
-    kernels: Kernels, name: str, hd: int, rd: int, interleaved: int, norm: int, bias: int
+    qkv_kernels: Kernels, name: str, hd: int, rd: int, interleaved: int, norm: int, bias: int
 ) -> None:
     """The fused kernel equals its parts: projections, head norm, rope, and what CacheWrite would
     store."""
+    kernels = qkv_kernels
     needs(kernels, name)
     rng = np.random.default_rng(6)
-    heads, kvh, k, bs, lengths = 6, 2, 256, 16, [(0, 9), (30, 1), (5, 3)]
+    heads, kvh, k, bs, lengths = 6, 2, 256, 16, [(0, 19), (30, 1), (5, 3)]
     batch, t, total = make_batch(lengths, bs)
     fmts = (
         ("Q4_K", "Q8_0", "Q6_K")

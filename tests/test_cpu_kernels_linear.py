@@ -19,14 +19,13 @@ ACT = {"silu": 1, "gelu_tanh": 2, "gelu_erf": 3, "relu": 4, "tanh": 5, "sigmoid"
 F32, BF16 = 0, 1
 
 
-@pytest.fixture(scope="session", params=["zen4", "v4", "v3"])
+@pytest.fixture(scope="session", params=["zen4", "amx", "v4", "v3"])
 def int8_kernels(request: pytest.FixtureRequest) -> Kernels:
     return kernels_for(request.param)
 
 
-@pytest.fixture(scope="session", params=["zen4", "v3"])
+@pytest.fixture(scope="session", params=["zen4", "amx", "v4", "v3"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """zen4 and v4 differ in the integer dot product only."""
     return kernels_for(request.param)
 
 
@@ -108,7 +107,7 @@ def packed(fmt: str, raw: Any) -> Any:
     return cpu_layouts.pack("rows16", fmt, raw)
 
 
-SHAPES = [(1, 32, 1), (17, 96, 3), (40, 256, 9), (64, 768, 1), (40, 768, 13)]
+SHAPES = [(1, 32, 1), (17, 96, 3), (40, 256, 9), (64, 768, 1), (40, 768, 37)]
 
 
 @pytest.mark.parametrize("fmt", BLOCK)
@@ -174,7 +173,7 @@ def test_integer_dot_products_are_exact(int8_kernels: Kernels) -> None:
 @pytest.mark.parametrize("fmt", ["Q4_1", "Q6_K", "Q8_0"])
 def test_rows_do_not_depend_on_the_batch_or_the_threads(int8_kernels: Kernels, fmt: str) -> None:
     rng = np.random.default_rng(4)
-    n, k, t = 50, 512, 15
+    n, k, t = 50, 512, 23
     raw, _ = weights(rng, fmt, n, k)
     q, scale, sums = bundle(floats(rng, t, k))
     x, w = floats(rng, t, k), packed(fmt, raw)
@@ -222,7 +221,7 @@ def test_fused_forms(kernels: Kernels, form: str) -> None:
     """LinearAdd (in place too), ActLinear, GatedLinear and its quantizing form."""
     needs(kernels, f"gated_{form}")
     rng = np.random.default_rng(5)
-    n, k, t, fmt = 96, 160, 11, "Q4_1" if form == "int8" else "F16"
+    n, k, t, fmt = 96, 160, 27, "Q4_1" if form == "int8" else "F16"
     (raw_g, g), (raw_u, u) = weights(rng, fmt, n, k), weights(rng, fmt, n, k)
     x, bg, bu, residual = floats(rng, t, k), floats(rng, n), floats(rng, n), floats(rng, t, n)
     if form == "int8":
@@ -330,10 +329,10 @@ def test_hot_loop_uses_vnni(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fmt", ["Q4_1", "Q8_0", "Q6_K", "IQ4_NL"])
 def test_levels_agree_to_the_bit(fmt: str) -> None:
-    """The same numbers from 512-bit and 256-bit code, with and without VNNI."""
-    levels = [name for name in ("zen4", "v4", "v3") if LEVELS[name][1] <= host_flags()]
+    """The same numbers from 512-bit and 256-bit code, with and without VNNI or tiles."""
+    levels = [name for name in ("zen4", "amx", "v4", "v3") if LEVELS[name][1] <= host_flags()]
     rng = np.random.default_rng(7)
-    n, k, t = 24, 512, 5
+    n, k, t = 24, 512, 21
     raw, _ = weights(rng, fmt, n, k)
     w, x = packed(fmt, raw), floats(rng, t, k)
     results: dict[str, list[bytes]] = {"int8": [], "float": []}

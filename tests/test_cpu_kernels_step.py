@@ -396,10 +396,10 @@ def test_scratch_agrees_with_the_kernels(
     assert subprocess.run([str(program)], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("level", ["ubsan"])
+@pytest.mark.parametrize("level", ["ubsan", "ubsan-amx", "amx"])
 def test_undefined_behaviour_and_bounds(level: str) -> None:
     """The kernel tests again in another process: built with the undefined-behaviour sanitizer (a
-    trap ends the process),
+    trap ends the process), but for amx, whose build with it is slow,
     and every array ending at an inaccessible page (a read or write past the end does too)."""
     if not LEVELS[level][1] <= host_flags():
         pytest.skip(f"this machine cannot run {level}")

@@ -21,7 +21,8 @@ enum zl_status {
   ZL_BAD_BLOCK = 4,    /* a block id outside the KV pool, or a position outside the block table */
   ZL_NO_MEMORY = 5,
   ZL_NO_THREADS = 6,
-  ZL_NO_ENTRY = 7 /* the code object has no such entry point */
+  ZL_NO_ENTRY = 7, /* the code object has no such entry point */
+  ZL_NO_TILES = 8  /* the kernel does not give this process the AMX tile registers that the code uses */
 };
 
 typedef struct zl_module_info {

@@ -1,17 +1,18 @@
 /* Matrix products with int8 activations: Linear, LinearAdd, ActLinear, GatedLinear and its quantizing form.
  *
- * In: zl_weights.h, zl_math.h, zl_quantize.h.  Out: zl_dot_int8 (16 outputs for MT tokens), the kernels.  Next file:
+ * In: zl_linear_amx.h, zl_math.h, zl_quantize.h.  Out: zl_dot_int8 (16 outputs for MT tokens), the kernels.  Next file:
  * zl_linear_float.h.
  *
  * Work is split into (token tile, group of 16 outputs) items.  A token tile's activations stay in L2 while the
  * weights stream past once; a group's weights stay in L1 while the tile's tokens pass in register tiles of ZL_MT,
- * so a block is unpacked once per ZL_MT tokens.  A token's sums run over K in the same order in every tile size.
+ * so a block is unpacked once per ZL_MT tokens.  A token's sums run over K in the same order in every tile size, and
+ * in zl_linear_amx.h, which takes the sixteens of a token tile where the target multiplies matrix tiles.
  */
 #ifndef ZL_LINEAR_INT8_H
 #define ZL_LINEAR_INT8_H
+#include "zl_linear_amx.h"
 #include "zl_math.h"
 #include "zl_quantize.h"
-#include "zl_weights.h"
 
 #ifndef ZL_TILE_BYTES
 #define ZL_TILE_BYTES (256 * 1024) /* activations of a token tile: a share of L2 */
@@ -19,6 +20,8 @@
 #ifndef ZL_PREFETCH_BYTES
 #define ZL_PREFETCH_BYTES 4096 /* how far ahead of use a stream of weights is fetched */
 #endif
+
+#define ZL_TILE_TOKENS 256 /* most tokens of a tile */
 
 /* CALL(n, first) for register tiles of 8, 4, 2, 1 tokens covering [begin, end) */
 #define ZL_TOKEN_TILES(begin, end, CALL)                    \
@@ -38,48 +41,47 @@
     }                                                        \
   }
 
-/* Tokens per tile: `row_bytes` each, within ZL_TILE_BYTES, a multiple of 8, all tiles of a call about equal. */
+/* Tokens per tile: `row_bytes` each, within ZL_TILE_BYTES, a multiple of ZL_TILE_STEP, all tiles of a call about equal. */
 ZL_KERNEL int64_t zl_tile_tokens(int64_t rows, int64_t row_bytes) {
-  int64_t most = ZL_TILE_BYTES / row_bytes / 8 * 8;
-  if (most < 8) most = 8;
-  if (most > 256) most = 256;
+  int64_t most = ZL_TILE_BYTES / row_bytes / ZL_TILE_STEP * ZL_TILE_STEP;
+  if (most < ZL_TILE_STEP) most = ZL_TILE_STEP;
+  if (most > ZL_TILE_TOKENS) most = ZL_TILE_TOKENS;
   int64_t tiles = (rows + most - 1) / most;
   int64_t even = (rows + tiles - 1) / tiles;
-  return (even + 7) / 8 * 8;
+  return (even + ZL_TILE_STEP - 1) / ZL_TILE_STEP * ZL_TILE_STEP;
 }
+
+/* What the kernels keep per token and block of 32 columns beside the bundle: zl_tile_words. */
+typedef union zl_tile_word {
+  int32_t zero; /* -zero point * (sum of q) */
+  float total;  /* the two sums of 16 columns added */
+} zl_tile_word;
 
 typedef struct zl_bundle {
   const int8_t *q;    /* [T, K] */
   const float *scale; /* [T, K/32] */
   const float *sums;  /* [T, K/16] */
-  const int32_t *zeros; /* [tile, K/32]: -zero point * (sum of q), from token zeros_from on; zl_tile_zeros */
-  int64_t zeros_from;
+  const zl_tile_word *words; /* [tile, K/32], from token words_from on; zl_tile_words */
+  int64_t words_from;
 } zl_bundle;
 
-/* The zero point of formats that have nothing else in their minimum, 0 for the others. */
-ZL_KERNEL int32_t zl_zero_point(int format) {
-  switch (format) {
-    case ZL_FMT_Q4_0: return 8;
-    case ZL_FMT_Q5_0: return 16;
-    case ZL_FMT_Q8_0:
-    case ZL_FMT_IQ4_NL: return 128;
-    default: return 0;
-  }
-}
+#define ZL_TILE_BLOCKS (ZL_TILE_BYTES / 32 + ZL_TILE_STEP * 2048) /* blocks of 32 columns in a token tile, K <= 64 Ki */
 
-#define ZL_TILE_BLOCKS (ZL_TILE_BYTES / 32 + 8 * 2048) /* blocks of 32 columns in a token tile, K <= 64 Ki */
-
-/* What a block's integer sums start from so that the zero point needs no multiply-add: once per tile of tokens. */
-ZL_KERNEL void zl_tile_zeros(int32_t zero_point, zl_bundle *a, int64_t t0, int64_t t1, int64_t K, int32_t *space) {
-  if (!zero_point) return;
-  const v64u8 point = (v64u8)((v16i){0} + zero_point * 0x01010101);
-  for (int64_t i = 0; i < (t1 - t0) * (K / 32); i++) {
+/* Once per tile of tokens [t0, t1): what a block's integer sums start from, so that the zero point needs no
+ * multiply-add; the tokens of tile products need none, but the totals for the minimum. */
+ZL_KERNEL void zl_tile_words(int format, zl_bundle *a, int64_t t0, int64_t t1, int64_t K, zl_tile_word *space) {
+  const int64_t from = zl_amx_until(t0, t1), KB = K / 32;
+  a->words = space;
+  a->words_from = t0;
+  if (zl_has_totals(format))
+    for (int64_t i = t0 * KB; i < from * KB; i++) space[i - t0 * KB].total = a->sums[2 * i] + a->sums[2 * i + 1];
+  if (!zl_zero_point(format)) return;
+  const v64u8 point = (v64u8){0} + (uint8_t)zl_zero_point(format);
+  for (int64_t i = from * KB; i < t1 * KB; i++) {
     v16i x = {0};
-    memcpy(&x, a->q + t0 * K + i * 32, 32);
-    space[i] = -__builtin_reduce_add(zl_dot4_u8((v16i){0}, point, x));
+    memcpy(&x, a->q + i * 32, 32);
+    space[i - t0 * KB].zero = -__builtin_reduce_add(zl_dot4_u8((v16i){0}, point, x));
   }
-  a->zeros = space;
-  a->zeros_from = t0;
 }
 
 /* Asks for the bytes ZL_PREFETCH_BYTES after block kb: a group is followed by the next one of the share. */
@@ -95,7 +97,7 @@ ZL_KERNEL void zl_dot_int8(int format, int MT, zl_bundle a, int64_t first, int64
   const int8_t *q = a.q + first * K;
   const float *scale = a.scale + first * KB, *sums = a.sums + first * KB * 2;
   const int has_zero = zl_zero_point(format) != 0;
-  const int32_t *zeros = has_zero ? a.zeros + (first - a.zeros_from) * KB : NULL;
+  const zl_tile_word *zeros = has_zero ? a.words + (first - a.words_from) * KB : NULL;
   ZL_UNROLL
   for (int m = 0; m < MT; m++) acc[m] = zl_set(0.0f);
   ZL_NO_UNROLL
@@ -108,7 +110,7 @@ ZL_KERNEL void zl_dot_int8(int format, int MT, zl_bundle a, int64_t first, int64
     ZL_UNROLL
     for (int m = 0; m < MT; m++) {
       p[m][0] = p[m][1] = (v16i){0};
-      if (has_zero) p[m][0] = p[m][0] + zeros[m * KB + kb];
+      if (has_zero) p[m][0] = p[m][0] + zeros[m * KB + kb].zero;
     }
     ZL_UNROLL
     for (int j = 0; j < 8; j++) {
@@ -134,13 +136,18 @@ ZL_KERNEL void zl_dot_int8(int format, int MT, zl_bundle a, int64_t first, int64
   }
 }
 
-/* out[T, N] = residual + act(A W^T + bias); residual and bias may be NULL; out may be residual */
-ZL_KERNEL void zl_linear_int8_tile(int format, int MT, zl_bundle a, int64_t first, int64_t g, const uint8_t *w,
-                                   const float *bias, const float *residual, float *out, int64_t N, int64_t K,
-                                   int act) {
-  v16f acc[8];
+/* The same by tile products: out[t] for tokens t0 .. until, `stride` floats apart. */
+ZL_KERNEL void zl_dot_amx(int format, zl_bundle a, int64_t t0, int64_t until, int64_t K, const uint8_t *w, float *out,
+                          int64_t stride) {
+  const float *totals = zl_has_totals(format) ? &a.words[(t0 - a.words_from) * (K / 32)].total : NULL;
+  const zl_amx_tokens x = {a.q + t0 * K, a.scale + t0 * (K / 32), a.sums + t0 * (K / 16), totals};
+  zl_amx_group(format, until - t0, x, K, w, out, stride);
+}
+
+/* out[T, N] = residual + act(acc + bias) for MT tokens; residual and bias may be NULL; out may be residual */
+ZL_KERNEL void zl_linear_int8_put(int MT, const v16f *acc, int64_t first, int64_t g, const float *bias,
+                                  const float *residual, float *out, int64_t N, int act) {
   const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
-  zl_dot_int8(format, MT, a, first, K, w + g * zl_group_bytes(format, K), acc);
   v16f c = bias ? zl_load_n(bias + 16 * g, n) : zl_set(0.0f);
   ZL_UNROLL
   for (int m = 0; m < MT; m++) {
@@ -152,20 +159,42 @@ ZL_KERNEL void zl_linear_int8_tile(int format, int MT, zl_bundle a, int64_t firs
   }
 }
 
+ZL_KERNEL void zl_linear_int8_tile(int format, int MT, zl_bundle a, int64_t first, int64_t g, const uint8_t *w,
+                                   const float *bias, const float *residual, float *out, int64_t N, int64_t K,
+                                   int act) {
+  v16f acc[8];
+  zl_dot_int8(format, MT, a, first, K, w + g * zl_group_bytes(format, K), acc);
+  zl_linear_int8_put(MT, acc, first, g, bias, residual, out, N, act);
+}
+
+/* Tokens t0 .. until, which go through tile products. */
+ZL_KERNEL void zl_linear_amx_tile(int format, zl_bundle a, int64_t t0, int64_t until, int64_t g, const uint8_t *w,
+                                  const float *bias, const float *residual, float *out, int64_t N, int64_t K, int act) {
+  _Alignas(64) float sums[ZL_TILE_TOKENS * 16];
+  zl_dot_amx(format, a, t0, until, K, w + g * zl_group_bytes(format, K), sums, 16);
+  for (int64_t t = t0; t < until; t++) {
+    const v16f acc = zl_load(sums + 16 * (t - t0));
+    zl_linear_int8_put(1, &acc, t, g, bias, residual, out, N, act);
+  }
+}
+
 ZL_KERNEL void zl_linear_int8_all(const zl_task *t, int64_t rows, zl_bundle a, const uint8_t *w, const float *bias,
                                   const float *residual, float *out, int64_t N, int64_t K, int act, int format) {
   if (rows <= 0) return;
   const int64_t tile = zl_tile_tokens(rows, K), tiles = (rows + tile - 1) / tile, G = (N + 15) / 16;
   int64_t i, end, at = -1;
-  _Alignas(64) int32_t zeros[ZL_TILE_BLOCKS];
+  _Alignas(64) zl_tile_word words[ZL_TILE_BLOCKS];
   zl_share(t, tiles * G, &i, &end);
+  zl_amx_begin(rows);
   for (; i < end; i++) {
-    const int64_t t0 = i / G * tile, t1 = t0 + tile < rows ? t0 + tile : rows, g = i % G;
-    if (t0 != at) zl_tile_zeros(zl_zero_point(format), &a, at = t0, t1, K, zeros);
+    const int64_t t0 = i / G * tile, t1 = t0 + tile < rows ? t0 + tile : rows, g = i % G, until = zl_amx_until(t0, t1);
+    if (t0 != at) zl_tile_words(format, &a, at = t0, t1, K, words);
+    if (until > t0) zl_linear_amx_tile(format, a, t0, until, g, w, bias, residual, out, N, K, act);
 #define ZL_CALL(MT, first) zl_linear_int8_tile(format, MT, a, first, g, w, bias, residual, out, N, K, act)
-    ZL_TOKEN_TILES(t0, t1, ZL_CALL)
+    ZL_TOKEN_TILES(until, t1, ZL_CALL)
 #undef ZL_CALL
   }
+  zl_amx_end(rows);
 }
 
 /* q i8[T,K], scale f32[T,K/32], sums f32[T,K/16], W rows16 [N,K], bias f32[N] or NULL -> out f32[T,N] */
@@ -191,20 +220,43 @@ ZL_KERNEL void zl_act_linear_int8(const zl_task *t, int64_t rows, const int8_t *
   zl_linear_int8_all(t, rows, a, w, bias, NULL, out, N, K, activation, format);
 }
 
-/* h[m] = act(gate + bias) * (up + bias) for 16 outputs of group g */
-ZL_KERNEL void zl_gated_int8_tile(int format, int MT, zl_bundle a, int64_t first, int64_t g, const uint8_t *gate,
-                                  const uint8_t *up, const float *bias_gate, const float *bias_up, int64_t N,
-                                  int64_t K, int act, v16f *h) {
-  v16f u[8];
-  const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16, at = g * zl_group_bytes(format, K);
-  zl_dot_int8(format, MT, a, first, K, gate + at, h);
-  zl_dot_int8(format, MT, a, first, K, up + at, u);
+/* h[m] = act(h[m] + bias) * (u[m] + bias) for 16 outputs of group g */
+ZL_KERNEL void zl_gated_join(int MT, v16f *h, v16f *u, int64_t g, const float *bias_gate, const float *bias_up,
+                             int64_t N, int act) {
+  const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
   ZL_UNROLL
   for (int m = 0; m < MT; m++) {
     if (bias_gate) h[m] = h[m] + zl_load_n(bias_gate + 16 * g, n);
     if (bias_up) u[m] = u[m] + zl_load_n(bias_up + 16 * g, n);
     h[m] = zl_activate(act, h[m]) * u[m];
   }
+}
+
+ZL_KERNEL void zl_gated_int8_tile(int format, int MT, zl_bundle a, int64_t first, int64_t g, const uint8_t *gate,
+                                  const uint8_t *up, const float *bias_gate, const float *bias_up, int64_t N,
+                                  int64_t K, int act, v16f *h) {
+  v16f u[8];
+  const int64_t at = g * zl_group_bytes(format, K);
+  zl_dot_int8(format, MT, a, first, K, gate + at, h);
+  zl_dot_int8(format, MT, a, first, K, up + at, u);
+  zl_gated_join(MT, h, u, g, bias_gate, bias_up, N, act);
+}
+
+/* Sums of `groups` groups from g on, of gate and up, for tokens t0 .. until: [groups][2][ZL_TILE_TOKENS][16] */
+ZL_KERNEL void zl_gated_amx_sums(int format, zl_bundle a, int64_t t0, int64_t until, int64_t g, int64_t groups,
+                                 const uint8_t *gate, const uint8_t *up, int64_t K, float *sums) {
+  ZL_NO_UNROLL
+  for (int64_t i = 0; i < 2 * groups; i++)
+    zl_dot_amx(format, a, t0, until, K, (i % 2 ? up : gate) + (g + i / 2) * zl_group_bytes(format, K),
+               sums + i * ZL_TILE_TOKENS * 16, 16);
+}
+
+/* One token of them: h as zl_gated_join makes it. */
+ZL_KERNEL v16f zl_gated_amx_one(const float *sums, int64_t m, int64_t g, const float *bias_gate, const float *bias_up,
+                                int64_t N, int act) {
+  v16f h = zl_load(sums + 16 * m), u = zl_load(sums + 16 * (ZL_TILE_TOKENS + m));
+  zl_gated_join(1, &h, &u, g, bias_gate, bias_up, N, act);
+  return h;
 }
 
 /* A, Wgate, Wup rows16 [N,K], bias_gate?, bias_up? f32[N] -> out f32[T,N] = act(gate) * up */
@@ -216,21 +268,29 @@ ZL_KERNEL void zl_gated_linear_int8(const zl_task *t, int64_t rows, const int8_t
   zl_bundle a = {q, scale, sums, NULL, 0};
   const int64_t tile = zl_tile_tokens(rows, K), tiles = (rows + tile - 1) / tile, G = (N + 15) / 16;
   int64_t i, end, at = -1;
-  _Alignas(64) int32_t zeros[ZL_TILE_BLOCKS];
+  _Alignas(64) zl_tile_word words[ZL_TILE_BLOCKS];
   zl_share(t, tiles * G, &i, &end);
+  zl_amx_begin(rows);
   for (; i < end; i++) {
-    const int64_t t0 = i / G * tile, t1 = t0 + tile < rows ? t0 + tile : rows, g = i % G;
-    if (t0 != at) zl_tile_zeros(zl_zero_point(format), &a, at = t0, t1, K, zeros);
+    const int64_t t0 = i / G * tile, t1 = t0 + tile < rows ? t0 + tile : rows, g = i % G, until = zl_amx_until(t0, t1);
+    if (t0 != at) zl_tile_words(format, &a, at = t0, t1, K, words);
     const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
+    if (until > t0) {
+      _Alignas(64) float sums[2 * ZL_TILE_TOKENS * 16];
+      zl_gated_amx_sums(format, a, t0, until, g, 1, gate, up, K, sums);
+      for (int64_t m = 0; m < until - t0; m++)
+        zl_store_n(out + (t0 + m) * N + 16 * g, zl_gated_amx_one(sums, m, g, bias_gate, bias_up, N, activation), n);
+    }
 #define ZL_CALL(MT, first)                                                                                 \
   do {                                                                                                     \
     v16f h[8];                                                                                             \
     zl_gated_int8_tile(format, MT, a, first, g, gate, up, bias_gate, bias_up, N, K, activation, h);        \
     for (int m = 0; m < MT; m++) zl_store_n(out + ((first) + m) * N + 16 * g, h[m], n);                    \
   } while (0)
-    ZL_TOKEN_TILES(t0, t1, ZL_CALL)
+    ZL_TOKEN_TILES(until, t1, ZL_CALL)
 #undef ZL_CALL
   }
+  zl_amx_end(rows);
 }
 
 /* the same, N a multiple of 32 -> q i8[T,N], scale f32[T,N/32], sums f32[T,N/16] */
@@ -243,11 +303,24 @@ ZL_KERNEL void zl_gated_linear_quantize_int8(const zl_task *t, int64_t rows, con
   zl_bundle a = {q, scale, sums, NULL, 0};
   const int64_t tile = zl_tile_tokens(rows, K), tiles = (rows + tile - 1) / tile, G = N / 32;
   int64_t i, end, at = -1;
-  _Alignas(64) int32_t zeros[ZL_TILE_BLOCKS];
+  _Alignas(64) zl_tile_word words[ZL_TILE_BLOCKS];
   zl_share(t, tiles * G, &i, &end);
+  zl_amx_begin(rows);
   for (; i < end; i++) {
-    const int64_t t0 = i / G * tile, t1 = t0 + tile < rows ? t0 + tile : rows, g = i % G;
-    if (t0 != at) zl_tile_zeros(zl_zero_point(format), &a, at = t0, t1, K, zeros);
+    const int64_t t0 = i / G * tile, t1 = t0 + tile < rows ? t0 + tile : rows, g = i % G, until = zl_amx_until(t0, t1);
+    if (t0 != at) zl_tile_words(format, &a, at = t0, t1, K, words);
+    if (until > t0) {
+      _Alignas(64) float sums[4 * ZL_TILE_TOKENS * 16];
+      zl_gated_amx_sums(format, a, t0, until, 2 * g, 2, gate, up, K, sums);
+      for (int64_t m = 0; m < until - t0; m++) {
+        const int64_t row = t0 + m;
+        v16f h[2];
+        for (int64_t s = 0; s < 2; s++)
+          h[s] = zl_gated_amx_one(sums + s * 2 * ZL_TILE_TOKENS * 16, m, 2 * g + s, bias_gate, bias_up, N, activation);
+        zl_quantize32(h[0], h[1], out_q + row * N + 32 * g, out_scale + row * (N / 32) + g,
+                      out_sums + row * (N / 16) + 2 * g);
+      }
+    }
 #define ZL_CALL(MT, first)                                                                                      \
   do {                                                                                                          \
     v16f h[2][8];                                                                                               \
@@ -259,9 +332,10 @@ ZL_KERNEL void zl_gated_linear_quantize_int8(const zl_task *t, int64_t rows, con
                     out_sums + row * (N / 16) + 2 * g);                                                         \
     }                                                                                                           \
   } while (0)
-    ZL_TOKEN_TILES(t0, t1, ZL_CALL)
+    ZL_TOKEN_TILES(until, t1, ZL_CALL)
 #undef ZL_CALL
   }
+  zl_amx_end(rows);
 }
 
 #endif

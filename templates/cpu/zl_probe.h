@@ -9,6 +9,7 @@
 #define ZL_PROBE_H
 #include "zl_simd.h"
 #include "zl_team.h"
+#include "zl_tile.h"
 #include "zl_trace.h"
 
 enum zl_probe_kind { ZL_PROBE_TOUCH, ZL_PROBE_READ, ZL_PROBE_F32, ZL_PROBE_BF16, ZL_PROBE_INT8 };
@@ -82,10 +83,35 @@ ZL_PEAK(zl_probe_bf16, zl_probe_vector, 24, 64, "vdpbf16ps %3, %2, %0")
 #endif
 #endif
 
+#if ZL_TILES
+/* Whole tiles, 16 x 16 x 64, six sums at a time: more than products whose blocks have scales can use. */
+static double zl_probe_tiles(void) {
+  static const zl_tile_config config = {
+      .palette = 1,
+      .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
+      .rows = {16, 16, 16, 16, 16, 16, 16, 16},
+  };
+  zl_tile_configure(&config);
+  for (int64_t i = 0; i < ZL_PROBE_LOOPS / 8; i++) {
+    zl_tile_dot_su(0, 6, 7);
+    zl_tile_dot_su(1, 6, 7);
+    zl_tile_dot_su(2, 6, 7);
+    zl_tile_dot_su(3, 6, 7);
+    zl_tile_dot_su(4, 6, 7);
+    zl_tile_dot_su(5, 6, 7);
+  }
+  zl_tile_release();
+  return ZL_PROBE_LOOPS / 8 * 6.0 * 2 * 16 * 16 * 64;
+}
+#endif
+
 /* Operations done; 0 where the code has no such instruction. */
 static double zl_probe_compute(enum zl_probe_kind kind) {
 #if defined(__x86_64__)
   if (kind == ZL_PROBE_F32) return zl_probe_f32();
+#if ZL_TILES
+  if (kind == ZL_PROBE_INT8) return zl_probe_tiles();
+#endif
   if (kind == ZL_PROBE_INT8) return zl_probe_int8();
 #if defined(__AVX512BF16__)
   if (kind == ZL_PROBE_BF16) return zl_probe_bf16();

@@ -72,39 +72,59 @@ ZL_KERNEL void zl_qkv_int8_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_
   for (int m = 0; m < MT; m++) zl_qkv_finish(t, p, s, role, first + m, head, x[m]);
 }
 
+/* The same for tokens t0 .. until, which go through tile products: as many at once as ZL_QKV_FLOATS holds. */
+#define ZL_QKV_FLOATS 16384
+ZL_KERNEL void zl_qkv_amx_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int format, int role,
+                               zl_bundle a, int64_t t0, int64_t until, int64_t head) {
+  _Alignas(64) float x[ZL_QKV_FLOATS];
+  const int64_t most = ZL_QKV_FLOATS / s->hd / 16 * 16;
+  for (int64_t c0 = t0; c0 < until;) {
+    int64_t c1 = until - c0 <= most ? until : c0 + most;
+    if (until - c1 < 16 && c1 < until) c1 -= 16; /* tile products take no fewer */
+    for (int64_t g = 0; g < s->hd / 16; g++) {
+      const int64_t group = head * s->hd / 16 + g;
+      zl_dot_amx(format, a, c0, c1, s->K, p->w[role] + group * zl_group_bytes(format, s->K), x + 16 * g, s->hd);
+    }
+    for (int64_t row = c0; row < c1; row++) zl_qkv_finish(t, p, s, role, row, head, x + (row - c0) * s->hd);
+    c0 = c1;
+  }
+}
+
 ZL_KERNEL void zl_qkv_int8_all(const zl_task *t, int64_t rows, const zl_qkv *p, const zl_qkv_shape *s, zl_bundle a,
                                int format_q, int format_k, int format_v) {
   if (rows <= 0) return;
   const int64_t heads = s->H + 2 * s->KVH, tile = zl_tile_tokens(rows, s->K), tiles = (rows + tile - 1) / tile;
   int64_t i, end, at = -1;
-  int32_t made = -1; /* the zero point that `zeros` is for; q, k and v may differ in theirs */
-  _Alignas(64) int32_t zeros[ZL_TILE_BLOCKS];
+  int made = -1; /* the format that `words` is for; q, k and v may differ in theirs */
+  _Alignas(64) zl_tile_word words[ZL_TILE_BLOCKS];
   zl_share(t, tiles * heads, &i, &end);
+  zl_amx_begin(rows);
   for (; i < end; i++) {
-    const int64_t t0 = i / heads * tile, t1 = t0 + tile < rows ? t0 + tile : rows;
+    const int64_t t0 = i / heads * tile, t1 = t0 + tile < rows ? t0 + tile : rows, until = zl_amx_until(t0, t1);
     int64_t head;
     const int role = zl_qkv_role(s, i % heads, &head);
-    const int32_t zero_point = zl_zero_point(role == 0 ? format_q : role == 1 ? format_k : format_v);
-    if (t0 != at || zero_point != made) zl_tile_zeros(made = zero_point, &a, at = t0, t1, s->K, zeros);
+    const int format = role == 0 ? format_q : role == 1 ? format_k : format_v;
+    if (t0 != at || format != made) zl_tile_words(made = format, &a, at = t0, t1, s->K, words);
     /* equal formats share one body: the role only chooses pointers */
-    if (format_q == format_k && format_k == format_v) {
-#define ZL_CALL(MT, first) zl_qkv_int8_tile(t, p, s, format_q, role, MT, a, first, head)
-      ZL_TOKEN_TILES(t0, t1, ZL_CALL)
+#define ZL_CALL(MT, first) zl_qkv_int8_tile(t, p, s, zl_format, zl_role, MT, a, first, head)
+#define ZL_ROLE(fixed_format, fixed_role)                                                 \
+  do {                                                                                    \
+    const int zl_format = fixed_format, zl_role = fixed_role;                             \
+    if (until > t0) zl_qkv_amx_tile(t, p, s, zl_format, zl_role, a, t0, until, head);     \
+    ZL_TOKEN_TILES(until, t1, ZL_CALL)                                                    \
+  } while (0)
+    if (format_q == format_k && format_k == format_v)
+      ZL_ROLE(format_q, role);
+    else if (role == 0)
+      ZL_ROLE(format_q, 0);
+    else if (role == 1)
+      ZL_ROLE(format_k, 1);
+    else
+      ZL_ROLE(format_v, 2);
+#undef ZL_ROLE
 #undef ZL_CALL
-    } else if (role == 0) {
-#define ZL_CALL(MT, first) zl_qkv_int8_tile(t, p, s, format_q, 0, MT, a, first, head)
-      ZL_TOKEN_TILES(t0, t1, ZL_CALL)
-#undef ZL_CALL
-    } else if (role == 1) {
-#define ZL_CALL(MT, first) zl_qkv_int8_tile(t, p, s, format_k, 1, MT, a, first, head)
-      ZL_TOKEN_TILES(t0, t1, ZL_CALL)
-#undef ZL_CALL
-    } else {
-#define ZL_CALL(MT, first) zl_qkv_int8_tile(t, p, s, format_v, 2, MT, a, first, head)
-      ZL_TOKEN_TILES(t0, t1, ZL_CALL)
-#undef ZL_CALL
-    }
   }
+  zl_amx_end(rows);
 }
 
 ZL_KERNEL void zl_qkv_float_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int format, int role,

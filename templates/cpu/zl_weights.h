@@ -25,6 +25,20 @@ ZL_KERNEL int64_t zl_scale_cols(int format) {
 /* codes above 128 need the widening dot product where there is no VNNI */
 ZL_KERNEL int zl_wide_codes(int format) { return format == ZL_FMT_Q8_0 || format == ZL_FMT_IQ4_NL; }
 
+/* The zero point of formats that have nothing else in their minimum, 0 for the others. */
+ZL_KERNEL int32_t zl_zero_point(int format) {
+  switch (format) {
+    case ZL_FMT_Q4_0: return 8;
+    case ZL_FMT_Q5_0: return 16;
+    case ZL_FMT_Q8_0:
+    case ZL_FMT_IQ4_NL: return 128;
+    default: return 0;
+  }
+}
+
+/* whether a minimum of 32 columns is multiplied by the sum of the activations there */
+ZL_KERNEL int zl_has_totals(int format) { return zl_scale_cols(format) == 32 && !zl_zero_point(format); }
+
 /* bytes of 16 rows x zl_block_cols columns; plain formats: of 16 rows x 2 columns */
 ZL_KERNEL int64_t zl_block_bytes(int format) {
   switch (format) {
