@@ -51,7 +51,7 @@ DECODED = "decoded_f32"
 _BY_ID: Mapping[str, KernelRow] = {r.id: r for r in ROWS}
 _STEP_SYMBOLS = {"T": "n_tokens", "S": "n_seqs", "R": "n_logit_rows", "B": "max_blocks"}
 #: what else has to be beside the kernels' headers
-_HEADERS = ("zl_abi.h", "zl_team.h", "zl_task.h", "zl_trace.h", "zl_probe.h")
+_HEADERS = ("zl_abi.h", "zl_team.h", "zl_task.h", "zl_ahead.h", "zl_trace.h", "zl_probe.h")
 
 
 def packed_bytes(layout: str, format: str, n: int, k: int) -> int:
@@ -180,20 +180,61 @@ class _Module:
             first += len(operands)
         return out
 
-    def phases(self) -> list[dict[str, int]]:
+    def regions(self) -> list[dict[str, int]]:
+        """The matrices in the order of use, with how their call deals them out to the threads:
+        ``zl_region`` in zl_ahead.h.  ``phase`` counts as :meth:`phases` does."""
+        out: list[dict[str, int]] = []
+        phase, last = -1, -1
+        for call in self.entry.calls:
+            phase, last = phase + (call.phase != last), call.phase
+            op = _BY_ID[call.row].op
+            if op not in _STREAMING:
+                continue
+            constants = dict(call.constants)
+            weights = [self.by_name[n] for n in call.inputs if n is not None]
+            weights = [b for b in weights if b.layout == "rows16"]
+            items = [_items(op, b, constants) for b in weights]
+            total = sum(items) if op == "QkvRopeCache" else max(items, default=0)
+            for i, (b, n) in enumerate(zip(weights, items, strict=True)):
+                first = sum(items[:i]) if op == "QkvRopeCache" else 0
+                place = {"offset": b.offset or 0, "item_bytes": b.nbytes // n}
+                out.append(place | {"first": first, "items": n, "total": total, "phase": phase})
+        return out
+
+    def phases(self, regions: list[dict[str, int]]) -> list[dict[str, int]]:
         """Ranges of calls; the calls are in phase order."""
         taps = set(self.program.taps)
         out: list[dict[str, int]] = []
         last = -1
         for i, call in enumerate(self.entry.calls):
             if call.phase != last:
-                out.append({"begin": i, "end": i, "tap": -1})
+                later = (n for n, r in enumerate(regions) if r["phase"] > len(out))
+                out.append({"begin": i, "end": i, "tap": -1, "ahead": next(later, 0)})
                 last = call.phase
             out[-1]["end"] = i + 1
             for name in call.outputs:
                 if name in taps:
                     out[-1]["tap"] = self.operand(name)
         return out
+
+
+#: kernels whose time for few rows is that of reading their matrices
+_STREAMING = frozenset(
+    {
+        "ActLinear", "GatedLinear", "GatedLinearQuantizeInt8", "Linear", "LinearAdd",
+        "QkvRopeCache",
+    }
+)  # fmt: skip
+
+
+def _items(op: str, weight: Buffer, constants: Mapping[str, Constant]) -> int:
+    """Items that a call deals out to the threads, of one of its matrices [N, K]."""
+    n = weight.logical_shape[0]
+    if op == "QkvRopeCache":
+        head_dim = constants["head_dim"]
+        assert isinstance(head_dim, int)
+        return n // head_dim
+    return -(-n // (32 if op.endswith("QuantizeInt8") else 16))
 
 
 #: kernels that split their work by rows only, and the widest row that one thread does at once
@@ -227,7 +268,6 @@ def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Co
     injector.fact("register_bits")
     if not row.weight_layout or "K" not in constants:
         return 0
-    injector.derive("prefetch_bytes", "64 * cache_line_bytes")
     if row.function.endswith("_int8"):  # zl_tile_tokens
         tile_bytes = _tile_bytes(injector)
         step = 16 if row.id.endswith(".amx") else 8  # ZL_TILE_STEP
@@ -258,7 +298,8 @@ def render(program: Program, target: Target) -> tuple[str, Injection]:
     step = entry.name == "step"
     module = _Module(program, entry, injection)
     shared = injection.kernel("module")
-    calls, phases = module.calls(), module.phases()
+    calls, regions = module.calls(), module.regions()
+    phases = module.phases(regions)
     plain = [] if step else list(program.plain_symbols)
     note = injection_note(injection, shared, module, program)
     headers = dict.fromkeys(
@@ -286,6 +327,7 @@ def render(program: Program, target: Target) -> tuple[str, Injection]:
         operands=module.operands,
         calls=calls,
         phases=phases,
+        regions=regions,
         symbols=module.symbols,
         step=step,
         step_symbols=_STEP_SYMBOLS,
@@ -339,11 +381,11 @@ def _defines(program: Program, module: _Module, shared: Injector) -> list[tuple[
     for name, _, value in plan:
         shared.constant(name, value, "plan")
     tile = _tile_bytes(shared)
-    prefetch = shared.derive("prefetch_bytes", "64 * cache_line_bytes")
+    ahead = shared.derive("ahead_bytes", "l2_bytes // 8")
     return [
         *((name, str(value), comment) for name, comment, value in plan),
         ("ZL_TILE_BYTES", str(tile), "l2_bytes // 4"),
-        ("ZL_PREFETCH_BYTES", str(prefetch), "64 * cache_line_bytes"),
+        ("ZL_AHEAD_BYTES", str(ahead), "l2_bytes // 8"),
     ]
 
 

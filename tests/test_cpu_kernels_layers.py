@@ -311,7 +311,8 @@ def test_attention_over_a_bf16_cache(
     softcap: float,
     lengths: list[tuple[int, int]],
 ) -> None:
-    """Queries, keys and values rounded to bf16; probabilities too (half a unit of 2^-8 each)."""
+    """Queries (as exponents of 2), keys and values rounded to bf16; probabilities too (half a unit
+    of 2^-8 each)."""
     kernels = kernels_for("zen4")
     rng = np.random.default_rng(8)
     batch, t, total = make_batch(lengths, block_size)
@@ -331,8 +332,9 @@ def test_attention_over_a_bf16_cache(
     for i in range(t):
         s, p = int(batch.token_seq[i]), int(batch.positions[i])
         ck, cv = (to_bf16(c[s]).reshape(-1, kvh, hd) for c in (ks, vs))
-        one_q = to_bf16(q[i]).reshape(heads, hd)
-        answer = attention_reference(one_q, ck, cv, p, scale, softcap, window, heads // kvh)
+        one_q = to_bf16(q[i] * np.float32(scale * math.log2(math.e))).reshape(heads, hd)
+        to_natural = math.log(2)
+        answer = attention_reference(one_q, ck, cv, p, to_natural, softcap, window, heads // kvh)
         want[i] = answer.reshape(-1)
     assert np.abs(y - want).max() < 2**-8
     assert np.abs(y - want).mean() < 2**-11

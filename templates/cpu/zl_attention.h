@@ -20,6 +20,7 @@
 #define ZL_CHUNK 64   /* positions scored at a time */
 #define ZL_SPAN 1024  /* positions between restarts of the running softmax */
 #define ZL_QUERIES 32 /* queries of a tile */
+#define ZL_FETCH_QUERIES 8 /* a tile of so many at most asks for the next chunk */
 #define ZL_MAX_HEAD_DIM 512
 
 ZL_KERNEL int64_t zl_kv_bytes(int kv_dtype) { return kv_dtype == ZL_KV_F32 ? 4 : 2; }
@@ -27,6 +28,9 @@ ZL_KERNEL int64_t zl_kv_bytes(int kv_dtype) { return kv_dtype == ZL_KV_F32 ? 4 :
 /* where position p of sequence s is: the block's data of one buffer, and the offset in the block */
 ZL_KERNEL char *zl_kv_block(const zl_task *t, char *kv, int64_t seq, int64_t block_index) {
   return kv + (int64_t)t->block_table[seq * t->max_blocks + block_index] * (int64_t)ZL_KV_BLOCK_BYTES;
+}
+ZL_KERNEL const char *zl_kv_at(const zl_task *t, const char *kv, int64_t seq, int64_t block_index) {
+  return zl_kv_block(t, (char *)(uintptr_t)kv, seq, block_index);
 }
 
 /* 16 (or the first n) elements of a cache */
@@ -41,17 +45,21 @@ ZL_KERNEL v16f zl_kv_load_n(const char *p, int kv_dtype, int64_t n) {
   return zl_load_half(&h);
 }
 
-/* one head's row x[hd] into a bf16 cache; base is the head's data in the block */
+/* one head's row x[hd], hd even, into a bf16 cache; base is the head's data in the block */
 ZL_KERNEL void zl_cache_put_bf16(const float *x, char *base, int64_t at, int64_t head_dim, int64_t block_size,
                                  int role) {
   for (int64_t d = 0; d < head_dim; d += 16) {
     const int64_t n = head_dim - d < 16 ? head_dim - d : 16;
-    v16u h = (v16u)zl_round_bf16(zl_load_n(x + d, n)) >> 16;
-    for (int64_t i = 0; i < n; i++) {
-      const uint16_t one = (uint16_t)h[i];
-      char *to = role == ZL_ROLE_V ? base + ((at / 2 * head_dim + d + i) * 2 + at % 2) * 2
-                                   : base + (((d + i) / 2 * block_size + at) * 2 + i % 2) * 2;
-      memcpy(to, &one, 2);
+    const v16u h = (v16u)zl_round_bf16(zl_load_n(x + d, n)) >> 16;
+    if (role == ZL_ROLE_V) { /* lanes are elements; the other position of the pair may be another thread's */
+      zl_store_halves(base + (at / 2 * head_dim + d) * 4, h, (int)(at % 2), n);
+    } else { /* pairs of elements, one lane each: block_size apart */
+      const v16u odd = __builtin_shufflevector(h, h, 1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15);
+      const v16u pair = h | odd << 16;
+      for (int64_t i = 0; i < n; i += 2) {
+        const uint32_t one = pair[i];
+        memcpy(base + ((d + i) / 2 * block_size + at) * 4, &one, 4);
+      }
     }
   }
 }
@@ -121,22 +129,32 @@ typedef struct zl_attention_shape {
   int kv_dtype;
 } zl_attention_shape;
 
+/* Where a chunk's keys and values are, 16 positions a pointer, and those of the chunk after it: decoding asks for these
+ * while it computes, line for line.  The pieces of a head are too short for the machine's own prefetchers. */
+typedef struct zl_chunk_at {
+  const char *k[ZL_CHUNK / 16], *v[ZL_CHUNK / 16];
+  const char *next_k[ZL_CHUNK / 16], *next_v[ZL_CHUNK / 16];
+} zl_chunk_at;
+
+ZL_KERNEL void zl_fetch_l2(const char *p) { __builtin_prefetch(p, 0, 2); }
+
 #if defined(__AVX512BF16__)
 #include "zl_attention_bf16.h"
 #endif
 
-/* s[i][16 v ..] = scores of QB queries for the 16 positions at kp[v]; kp[v] points at K[0][offset], rows block_size
+/* s[i][16 v ..] = scores of QB queries for the 16 positions at at->k[v], which points at K[0][offset], rows block_size
  * apart.  Several vectors of positions at a time hide the latency of the multiply-adds. */
 #define ZL_SCORE_VECTORS (ZL_AVX512 ? 4 : 2)
-ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, const float *const *q, const char *const *kp,
-                         int64_t vectors, float s[][ZL_CHUNK]) {
+ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const float *const *q,
+                         const zl_chunk_at *at, int64_t vectors, float s[][ZL_CHUNK]) {
   const int64_t step = a->block_size * zl_kv_bytes(a->kv_dtype);
   for (int64_t v = 0; v < vectors; v += ZL_SCORE_VECTORS) {
     v16f acc[ZL_SCORE_VECTORS][4];
-    const char *p[ZL_SCORE_VECTORS];
+    const char *p[ZL_SCORE_VECTORS], *next[ZL_SCORE_VECTORS];
     ZL_UNROLL
     for (int w = 0; w < ZL_SCORE_VECTORS; w++) { /* past the last: read the last again, store nothing */
-      p[w] = kp[v + w < vectors ? v + w : vectors - 1];
+      p[w] = at->k[v + w < vectors ? v + w : vectors - 1];
+      next[w] = at->next_k[v + w < vectors ? v + w : vectors - 1];
       ZL_UNROLL
       for (int i = 0; i < QB; i++) acc[w][i] = zl_set(0.0f);
     }
@@ -144,7 +162,10 @@ ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, const float *const
     for (int64_t d = 0; d < a->head_dim; d++) {
       v16f k[ZL_SCORE_VECTORS];
       ZL_UNROLL
-      for (int w = 0; w < ZL_SCORE_VECTORS; w++) k[w] = zl_kv_load(p[w] + d * step, a->kv_dtype);
+      for (int w = 0; w < ZL_SCORE_VECTORS; w++) {
+        k[w] = zl_kv_load(p[w] + d * step, a->kv_dtype);
+        if (fetch) zl_fetch_l2(next[w] + d * step);
+      }
       ZL_UNROLL
       for (int i = 0; i < QB; i++) {
         v16f x = zl_set(q[i][d]);
@@ -191,9 +212,9 @@ ZL_KERNEL float zl_softmax_chunk(const zl_attention_shape *a, float *s, int64_t 
   return factor;
 }
 
-/* out[i] = factor[i] * out[i] + sum over positions of s[i][p] V[p]; vp[v] points at V[16 v] of the chunk */
-ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, float s[][ZL_CHUNK], const float *factor,
-                        const char *const *vp, int64_t positions, float *const *out) {
+/* out[i] = factor[i] * out[i] + sum over positions of s[i][p] V[p]; at->v[v] points at V[16 v] of the chunk */
+ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[][ZL_CHUNK], const float *factor,
+                        const zl_chunk_at *at, int64_t positions, float *const *out) {
   const int64_t bytes = zl_kv_bytes(a->kv_dtype), hd = a->head_dim;
   for (int64_t d = 0; d < hd; d += 64) {
     const int64_t left = (hd - d + 15) / 16, width = left < 4 ? left : 4;
@@ -206,11 +227,15 @@ ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, float s[][ZL_CHUNK]
     }
     ZL_NO_UNROLL
     for (int64_t p = 0; p < positions; p++) {
-      const char *row = vp[p / 16] + ((p % 16) * hd + d) * bytes;
+      const int64_t offset = ((p % 16) * hd + d) * bytes;
+      const char *row = at->v[p / 16] + offset;
       v16f x[4];
       ZL_UNROLL
       for (int w = 0; w < 4; w++)
         x[w] = w < width ? zl_kv_load_n(row + 16 * w * bytes, a->kv_dtype, hd - d - 16 * w) : zl_set(0.0f);
+      ZL_UNROLL
+      for (int w = 0; w < 4; w++) /* two of 16 halves are a line */
+        if (fetch && w < width && (bytes == 4 || w % 2 == 0)) zl_fetch_l2(at->next_v[p / 16] + offset + 16 * w * bytes);
       ZL_UNROLL
       for (int i = 0; i < QB; i++) {
         v16f e = zl_set(s[i][p]);
@@ -227,12 +252,12 @@ ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, float s[][ZL_CHUNK]
   }
 }
 
-/* QB queries from index i of the tile, one chunk; kp, vp as above; `positions` of the chunk exist */
-ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, const zl_queries *tile, int64_t i, int64_t c0,
-                        int64_t positions, const char *const *kp, const char *const *vp, zl_seen *seen) {
+/* QB queries from index i of the tile, one chunk, of which `positions` exist; fetch: ask for the next chunk meanwhile */
+ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, int fetch, const zl_queries *tile, int64_t i, int64_t c0,
+                        int64_t positions, const zl_chunk_at *at, zl_seen *seen) {
 #if defined(__AVX512BF16__)
   if (a->kv_dtype == ZL_KV_BF16) {
-    zl_chunk_bf16(a, QB, tile, i, c0, positions, kp, vp, seen);
+    zl_chunk_bf16(a, QB, fetch, tile, i, c0, positions, at, seen);
     return;
   }
 #endif
@@ -240,37 +265,50 @@ ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, const zl_queries *t
   float factor[4];
   float *out[4];
   const int64_t vectors = (positions + 15) / 16, stride = (a->head_dim + 15) / 16 * 16;
-  zl_scores(a, QB, tile->q + i, kp, vectors, s);
+  zl_scores(a, QB, fetch, tile->q + i, at, vectors, s);
   for (int m = 0; m < QB; m++) {
     factor[m] = zl_softmax_chunk(a, s[m], vectors, c0, tile->from[i + m], tile->last[i + m], &seen->max[i + m],
                                  &seen->sum[i + m]);
     out[m] = seen->out + (i + m) * stride;
   }
-  zl_weigh(a, QB, s, factor, vp, positions, out);
+  zl_weigh(a, QB, fetch, s, factor, at, positions, out);
+}
+
+/* The chunk at c0 and the one after it; past `end` the nearest positions before it again, masked later. */
+ZL_KERNEL void zl_locate_chunk(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, const char *k,
+                               const char *v, int64_t c0, int64_t end, zl_chunk_at *at) {
+  const int64_t hd = a->head_dim, bs = a->block_size, bytes = zl_kv_bytes(a->kv_dtype);
+  const int64_t head = tile->kv_head * hd * bs * bytes;
+  const int64_t k_bytes = a->kv_dtype == ZL_KV_BF16 ? 4 : bytes; /* from position to position: one pair */
+  for (int64_t i = 0; i < ZL_CHUNK / 16; i++) {
+    const int64_t p = c0 + (c0 + 16 * i <= end ? 16 * i : 0);
+    const int64_t next = p + ZL_CHUNK <= end ? p + ZL_CHUNK : p;
+    at->k[i] = zl_kv_at(t, k, tile->seq, p / bs) + head + p % bs * k_bytes;
+    at->v[i] = zl_kv_at(t, v, tile->seq, p / bs) + head + p % bs * hd * bytes;
+    at->next_k[i] = zl_kv_at(t, k, tile->seq, next / bs) + head + next % bs * k_bytes;
+    at->next_v[i] = zl_kv_at(t, v, tile->seq, next / bs) + head + next % bs * hd * bytes;
+  }
+}
+
+/* All queries of a tile, one chunk: 4 at a time, the rest together.  Few queries have as much to read as to compute: the
+ * first of them ask for the next chunk. */
+ZL_KERNEL void zl_chunk_tile(const zl_attention_shape *a, const zl_queries *tile, int64_t c0, int64_t positions,
+                             const zl_chunk_at *at, zl_seen *seen) {
+  int fetch = tile->n <= ZL_FETCH_QUERIES;
+  int64_t i = 0;
+  for (; i + 4 <= tile->n; i += 4, fetch = 0) zl_chunk(a, 4, fetch, tile, i, c0, positions, at, seen);
+  if (tile->n - i == 3) zl_chunk(a, 3, fetch, tile, i, c0, positions, at, seen);
+  if (tile->n - i == 2) zl_chunk(a, 2, fetch, tile, i, c0, positions, at, seen);
+  if (tile->n - i == 1) zl_chunk(a, 1, fetch, tile, i, c0, positions, at, seen);
 }
 
 /* all queries of the tile over positions [begin, end], within one span; `seen` starts empty */
 ZL_KERNEL void zl_span(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, char *k, char *v,
                        int64_t begin, int64_t end, zl_seen *seen) {
-  const int64_t hd = a->head_dim, bs = a->block_size, bytes = zl_kv_bytes(a->kv_dtype);
-  const int64_t head = tile->kv_head * hd * bs * bytes;
-  const int64_t k_bytes = a->kv_dtype == ZL_KV_BF16 ? 4 : bytes; /* from position to position: one pair */
   for (int64_t c0 = begin / ZL_CHUNK * ZL_CHUNK; c0 <= end; c0 += ZL_CHUNK) {
-    const int64_t positions = end - c0 + 1 < ZL_CHUNK ? end - c0 + 1 : ZL_CHUNK;
-    const char *kp[ZL_CHUNK / 16], *vp[ZL_CHUNK / 16];
-    for (int64_t i = 0; i < ZL_CHUNK / 16; i++) { /* past the context: the first again, masked later */
-      const int64_t p = c0 + (16 * i < positions ? 16 * i : 0);
-      kp[i] = zl_kv_block(t, k, tile->seq, p / bs) + head + p % bs * k_bytes;
-      vp[i] = zl_kv_block(t, v, tile->seq, p / bs) + head + p % bs * hd * bytes;
-    }
-    int64_t i = 0;
-    for (; i + 4 <= tile->n; i += 4) zl_chunk(a, 4, tile, i, c0, positions, kp, vp, seen);
-    if (tile->n - i == 3)
-      zl_chunk(a, 3, tile, i, c0, positions, kp, vp, seen);
-    else if (tile->n - i == 2)
-      zl_chunk(a, 2, tile, i, c0, positions, kp, vp, seen);
-    else if (tile->n - i == 1)
-      zl_chunk(a, 1, tile, i, c0, positions, kp, vp, seen);
+    zl_chunk_at at;
+    zl_locate_chunk(t, a, tile, k, v, c0, end, &at);
+    zl_chunk_tile(a, tile, c0, end - c0 + 1 < ZL_CHUNK ? end - c0 + 1 : ZL_CHUNK, &at, seen);
   }
 }
 
@@ -307,13 +345,13 @@ ZL_KERNEL void zl_attend(const zl_task *t, const zl_attention_shape *a, const zl
     if (tile->from[i] < from) from = tile->from[i];
     if (tile->last[i] > last) last = tile->last[i];
   }
-  zl_seen_reset(total, tile->n, stride);
-  for (int64_t span = from / ZL_SPAN * ZL_SPAN; span <= last; span += ZL_SPAN) {
+  zl_seen *seen = total; /* the first span needs no merging */
+  for (int64_t span = from / ZL_SPAN * ZL_SPAN; span <= last; span += ZL_SPAN, seen = part) {
     const int64_t begin = span > from ? span : from;
     const int64_t end = span + ZL_SPAN - 1 < last ? span + ZL_SPAN - 1 : last;
-    zl_seen_reset(part, tile->n, stride);
-    zl_span(t, a, tile, k, v, begin, end, part);
-    zl_seen_merge(total, part, tile->n, stride, a->kv_dtype == ZL_KV_BF16 ? 0x1.62e43p-1f : 1.0f); /* ln 2 */
+    zl_seen_reset(seen, tile->n, stride);
+    zl_span(t, a, tile, k, v, begin, end, seen);
+    if (seen == part) zl_seen_merge(total, part, tile->n, stride, a->kv_dtype == ZL_KV_BF16 ? 0x1.62e43p-1f : 1.0f); /* ln 2 */
   }
 }
 
@@ -357,7 +395,7 @@ ZL_KERNEL void zl_attention_one(const zl_task *t, const zl_attention_io *io, con
   _Alignas(64) uint32_t pairs[ZL_QUERIES * ZL_MAX_HEAD_DIM / 2];
   for (int64_t i = 0; a->kv_dtype == ZL_KV_BF16 && i < tile.n; i++) {
     tile.pairs[i] = pairs + i * (hd / 2);
-    zl_pairs(tile.q[i], pairs + i * (hd / 2), hd);
+    zl_pairs(tile.q[i], zl_query_scale(a), pairs + i * (hd / 2), hd);
   }
 #endif
   zl_attend(t, a, &tile, io->k, io->v, &total, &part);

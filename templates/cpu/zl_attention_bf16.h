@@ -25,73 +25,76 @@ ZL_KERNEL v16f zl_exp2_low(v16f x) {
   p = zl_fma(p, f, zl_set(0x1.ec0378p-3f));
   p = zl_fma(p, f, zl_set(0x1.62e12cp-1f));
   p = zl_fma(p, f, zl_set(1.0f));
-  return (v16f)_mm512_scalef_ps((__m512)p, (__m512)n);
+  return zl_scale2(p, n);
 }
 
-/* x[n] -> pairs[n / 2]; n even */
-ZL_KERNEL void zl_pairs(const float *x, uint32_t *pairs, int64_t n) {
+/* by * x[n] -> pairs[n / 2]; n even */
+ZL_KERNEL void zl_pairs(const float *x, float by, uint32_t *pairs, int64_t n) {
   for (int64_t d = 0; d < n; d += 16) {
-    v16u16 h = zl_to_bf16(zl_load_n(x + d, n - d));
+    v16u16 h = zl_to_bf16(zl_load_n(x + d, n - d) * by);
     memcpy(pairs + d / 2, &h, (size_t)(n - d < 16 ? n - d : 16) * 2);
   }
 }
 
-/* s[i][0..64) = scores of QB queries; kp[v]: 16 positions, rows of block_size lanes */
-ZL_KERNEL void zl_scores_bf16(const zl_attention_shape *a, int QB, const uint32_t *const *q, const char *const *kp,
-                              float s[][ZL_CHUNK]) {
+/* s[i][0 .. 16 vectors) = scores of QB queries; at->k[v]: 16 positions, rows of block_size lanes */
+ZL_KERNEL void zl_scores_bf16(const zl_attention_shape *a, int QB, int vectors, int fetch, const uint32_t *const *q,
+                              const zl_chunk_at *at, float s[][ZL_CHUNK]) {
   const int64_t step = a->block_size * 4;
   v16f acc[4][4];
   ZL_UNROLL
-  for (int v = 0; v < 4; v++) {
+  for (int v = 0; v < vectors; v++) {
     ZL_UNROLL
     for (int i = 0; i < QB; i++) acc[v][i] = zl_set(0.0f);
   }
   ZL_NO_UNROLL
   for (int64_t d = 0; d < a->head_dim / 2; d++) {
     ZL_UNROLL
-    for (int v = 0; v < 4; v++) {
-      const v16i k = (v16i)zl_load((const float *)(const void *)(kp[v] + d * step));
+    for (int v = 0; v < vectors; v++) {
+      const v16i k = (v16i)zl_load((const float *)(const void *)(at->k[v] + d * step));
+      if (fetch) zl_fetch_l2(at->next_k[v] + d * step);
       ZL_UNROLL
       for (int i = 0; i < QB; i++) acc[v][i] = zl_dot_pair(acc[v][i], k, q[i][d]);
     }
   }
   ZL_UNROLL
-  for (int v = 0; v < 4; v++) {
+  for (int v = 0; v < vectors; v++) {
     ZL_UNROLL
     for (int i = 0; i < QB; i++) zl_store(s[i] + 16 * v, acc[v][i]);
   }
 }
 
+/* What zl_pairs multiplies a query by, so that its scores are exponents of 2. */
+ZL_KERNEL float zl_query_scale(const zl_attention_shape *a) { return a->scale * 0x1.715476p+0f; }
+
 /* Scores of one query -> probabilities in bf16, masked positions 0; updates max (in powers of two) and sum, returns the
- * factor for what was accumulated before.  c0 is the chunk's first position. */
-ZL_KERNEL float zl_softmax_chunk_bf16(const zl_attention_shape *a, float *s, uint16_t *p, int64_t c0, int64_t from,
-                                      int64_t last, float *max, float *sum) {
+ * factor for what was accumulated before.  c0 is the chunk's first position; positions from 16 * vectors on are masked. */
+ZL_KERNEL float zl_softmax_chunk_bf16(const zl_attention_shape *a, int vectors, float *s, uint16_t *p, int64_t c0,
+                                      int64_t from, int64_t last, float *max, float *sum) {
   const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const v16i ones = (v16i){0} + 0x3f803f80; /* pairs of 1 */
   const float log2e = 0x1.715476p+0f;
-  const int whole = from <= c0 && last >= c0 + ZL_CHUNK - 1;
+  const int whole = from <= c0 && last >= c0 + 16 * vectors - 1;
   const int32_t lo = (int32_t)(from - c0 < 0 ? 0 : from - c0 > ZL_CHUNK ? ZL_CHUNK : from - c0);
   const int32_t hi = (int32_t)(last - c0 > ZL_CHUNK ? ZL_CHUNK : last - c0 < -1 ? -1 : last - c0);
-  v16f x[4], total = zl_set(0.0f);
+  v16f x[4], total = zl_set(0.0f), top_of = zl_set(-__builtin_inff());
   ZL_UNROLL
-  for (int v = 0; v < 4; v++) {
+  for (int v = 0; v < vectors; v++) {
     x[v] = zl_load(s + 16 * v);
-    if (a->softcap > 0.0f)
-      x[v] = (a->softcap * log2e) * zl_tanh(x[v] * (a->scale / a->softcap));
-    else
-      x[v] = x[v] * (a->scale * log2e);
+    if (a->softcap > 0.0f) x[v] = (a->softcap * log2e) * zl_tanh(x[v] * (1.0f / (a->softcap * log2e)));
     if (!whole) {
       v16i at = lane + 16 * v;
       x[v] = zl_select((v16i)((at >= lo) & (at <= hi)), x[v], zl_set(-__builtin_inff()));
     }
+    top_of = zl_max(top_of, x[v]);
   }
-  const float before = *max, now = zl_hmax(zl_max(zl_max(x[0], x[1]), zl_max(x[2], x[3])));
+  const float before = *max, now = zl_hmax(top_of);
   const float top = now > before ? now : before;
   const float base = top == -__builtin_inff() ? 0.0f : top; /* nothing to attend to yet */
   ZL_UNROLL
-  for (int v = 0; v < 4; v++) {
-    v16u16 h = zl_to_bf16(zl_exp2_low(x[v] - base));
-    memcpy(p + 16 * v, &h, 32);
-    total = total + zl_from_bf16(h);
+  for (int v = 0; v < vectors; v += 2) {
+    const v16i pair = zl_to_pairs(zl_exp2_low(x[v] - base), zl_exp2_low(x[v + 1] - base));
+    memcpy(p + 16 * v, &pair, 64);
+    total = zl_dot_pairs(total, pair, ones); /* of the rounded ones */
   }
   const float factor = zl_exp2_low(zl_set(before - base))[0];
   *max = top;
@@ -116,9 +119,9 @@ ZL_KERNEL void zl_weigh_pair(int QB, v16f acc[4][4], const uint16_t p[][ZL_CHUNK
   }
 }
 
-/* out[i] = factor[i] * out[i] + sum over positions of p[i] V; vp[v] points at V[16 v] of the chunk */
-ZL_KERNEL void zl_weigh_bf16(const zl_attention_shape *a, int QB, const uint16_t p[][ZL_CHUNK], const float *factor,
-                             const char *const *vp, int64_t positions, float *const *out) {
+/* out[i] = factor[i] * out[i] + sum over positions of p[i] V; at->v[v] points at V[16 v] of the chunk */
+ZL_KERNEL void zl_weigh_bf16(const zl_attention_shape *a, int QB, int fetch, const uint16_t p[][ZL_CHUNK],
+                             const float *factor, const zl_chunk_at *at, int64_t positions, float *const *out) {
   const int64_t hd = a->head_dim;
   for (int64_t d = 0; d < hd; d += 64) {
     const int64_t left = hd - d, width = left >= 64 ? 4 : (left + 15) / 16;
@@ -131,9 +134,14 @@ ZL_KERNEL void zl_weigh_bf16(const zl_attention_shape *a, int QB, const uint16_t
     }
     const int64_t pairs = positions / 2;
     ZL_NO_UNROLL
-    for (int64_t j = 0; j < pairs; j++)
-      zl_weigh_pair(QB, acc, p, j, vp[j / 8] + ((j % 8) * hd + d) * 4, width, left, 0);
-    if (positions % 2) zl_weigh_pair(QB, acc, p, pairs, vp[pairs / 8] + ((pairs % 8) * hd + d) * 4, width, left, 1);
+    for (int64_t j = 0; j < pairs; j++) {
+      const int64_t offset = ((j % 8) * hd + d) * 4;
+      zl_weigh_pair(QB, acc, p, j, at->v[j / 8] + offset, width, left, 0);
+      ZL_UNROLL
+      for (int w = 0; w < 4; w++)
+        if (fetch && w < width) zl_fetch_l2(at->next_v[j / 8] + offset + 64 * w);
+    }
+    if (positions % 2) zl_weigh_pair(QB, acc, p, pairs, at->v[pairs / 8] + ((pairs % 8) * hd + d) * 4, width, left, 1);
     ZL_UNROLL
     for (int i = 0; i < QB; i++) {
       ZL_UNROLL
@@ -143,21 +151,29 @@ ZL_KERNEL void zl_weigh_bf16(const zl_attention_shape *a, int QB, const uint16_t
   }
 }
 
-/* QB queries from index i of the tile, one chunk; `positions` of the chunk exist */
-ZL_KERNEL void zl_chunk_bf16(const zl_attention_shape *a, int QB, const zl_queries *tile, int64_t i, int64_t c0,
-                             int64_t positions, const char *const *kp, const char *const *vp, zl_seen *seen) {
+/* QB queries from index i of the tile, one chunk of which `positions` exist, all in the first 16 * vectors */
+ZL_KERNEL void zl_chunk_part_bf16(const zl_attention_shape *a, int QB, int vectors, int fetch, const zl_queries *tile,
+                                  int64_t i, int64_t c0, int64_t positions, const zl_chunk_at *at, zl_seen *seen) {
   _Alignas(64) float s[4][ZL_CHUNK];
   _Alignas(64) uint16_t p[4][ZL_CHUNK];
   float factor[4];
   float *out[4];
   const int64_t stride = (a->head_dim + 15) / 16 * 16;
-  zl_scores_bf16(a, QB, tile->pairs + i, kp, s);
+  zl_scores_bf16(a, QB, vectors, fetch, tile->pairs + i, at, s);
   for (int m = 0; m < QB; m++) {
-    factor[m] = zl_softmax_chunk_bf16(a, s[m], p[m], c0, tile->from[i + m], tile->last[i + m], &seen->max[i + m],
-                                      &seen->sum[i + m]);
+    factor[m] = zl_softmax_chunk_bf16(a, vectors, s[m], p[m], c0, tile->from[i + m], tile->last[i + m],
+                                      &seen->max[i + m], &seen->sum[i + m]);
     out[m] = seen->out + (i + m) * stride;
   }
-  zl_weigh_bf16(a, QB, (const uint16_t(*)[ZL_CHUNK])p, factor, vp, positions, out);
+  zl_weigh_bf16(a, QB, fetch, (const uint16_t(*)[ZL_CHUNK])p, factor, at, positions, out);
+}
+
+ZL_KERNEL void zl_chunk_bf16(const zl_attention_shape *a, int QB, int fetch, const zl_queries *tile, int64_t i,
+                             int64_t c0, int64_t positions, const zl_chunk_at *at, zl_seen *seen) {
+  if (positions > ZL_CHUNK / 2)
+    zl_chunk_part_bf16(a, QB, 4, fetch, tile, i, c0, positions, at, seen);
+  else /* the last of a context */
+    zl_chunk_part_bf16(a, QB, 2, fetch, tile, i, c0, positions, at, seen);
 }
 
 #endif

@@ -14,9 +14,6 @@
 #define ZL_LINEAR_BF16_H
 #include "zl_linear_int8.h"
 
-#ifndef ZL_PREFETCH_BYTES
-#define ZL_PREFETCH_BYTES 4096
-#endif
 #if ZL_AVX512
 #define ZL_BF16_ROWS 8 /* tokens in a register tile; with two groups, 16 of 32 registers hold sums */
 #else
@@ -56,9 +53,9 @@ ZL_KERNEL const zl_pair *zl_prepare_bf16(const zl_task *t, const float *x, int64
   return to;
 }
 
-/* Which of its token tile's register tiles one is.  It asks for weights before they are needed: the only one streams
- * them, ZL_PREFETCH_BYTES ahead; one of many asks for its share of the groups that come next, so that the first of them
- * does not wait for memory while the others find the weights in L2. */
+/* Which of its token tile's register tiles one is.  One of many asks for its share of the groups that come next, so that
+ * the first of them does not wait for memory while the others find the weights in L2.  The only one leaves its stream to
+ * the machine. */
 typedef struct zl_turn {
   int64_t number, of;
 } zl_turn;
@@ -66,7 +63,7 @@ typedef struct zl_turn {
 ZL_KERNEL void zl_dot_groups(int NG, int MT, const zl_pair *x, int64_t K, const uint8_t *const *w, int64_t next,
                              zl_turn turn, v16f acc[][8]) {
   const int64_t stride = zl_pair_stride(K), pairs = (K + 1) / 2;
-  const int64_t ahead = turn.of == 1 ? ZL_PREFETCH_BYTES : next, step = 64 * 256 / turn.of; /* 256ths of a byte */
+  const int64_t step = 64 * 256 / turn.of; /* 256ths of a byte */
   int64_t asked = turn.number * pairs * step;
   ZL_UNROLL
   for (int s = 0; s < NG; s++) {
@@ -79,7 +76,7 @@ ZL_KERNEL void zl_dot_groups(int NG, int MT, const zl_pair *x, int64_t K, const 
     ZL_UNROLL
     for (int s = 0; s < NG; s++) {
       p[s] = zl_load_pairs16(w[s] + 64 * k);
-      __builtin_prefetch(w[s] + ahead + (asked >> 8), 0, 3);
+      if (turn.of > 1) __builtin_prefetch(w[s] + next + (asked >> 8), 0, 3);
     }
     ZL_UNROLL
     for (int m = 0; m < MT; m++) {
@@ -109,20 +106,21 @@ ZL_KERNEL void zl_dot_bf16(int NG, int MT, const zl_pair *x, int64_t K, const ui
     if ((rows) <= 0) break;                                                                       \
     const int64_t zl_tiles = ((rows) + zl_bf16_tokens(K) - 1) / zl_bf16_tokens(K);                \
     const zl_pair *zl_x = NULL;                                                                   \
-    int64_t zl_i, zl_end, zl_at = -1;                                                             \
-    zl_share(t, zl_tiles * (items), &zl_i, &zl_end);                                              \
-    while (zl_i < zl_end) {                                                                       \
-      const int64_t zl_t = zl_i / (items), zl_item = zl_i % (items);                              \
+    int64_t zl_at = -1;                                                                           \
+    zl_deal zl_d = {zl_tiles * (items), 0, 0, 0};                                                 \
+    while (zl_d.next < zl_d.end || zl_deal_more(t, &zl_d)) {                                      \
+      const int64_t zl_t = zl_d.next / (items), zl_item = zl_d.next % (items);                    \
       const int64_t zl_t0 = zl_bf16_first(zl_t, zl_tiles, rows);                                  \
       const int64_t zl_t1 = zl_bf16_first(zl_t + 1, zl_tiles, rows);                              \
-      const int zl_both = (most) > 1 && (rows) > 1 && zl_item + 1 < (items) && zl_i + 1 < zl_end; \
+      const int zl_two = (most) > 1 && (rows) > 1 && zl_item + 1 < (items);                       \
+      const int zl_both = zl_two && zl_d.next + 1 < zl_d.end;                                     \
       if (zl_t0 != zl_at) zl_x = zl_prepare_bf16(t, x, zl_at = zl_t0, zl_t1 - zl_t0, K);          \
       if (zl_both) {                                                                              \
         ZL_BF16_ROW_TILES(2, zl_x, K, zl_t0, zl_t1, zl_item, CALL)                                \
       } else {                                                                                    \
         ZL_BF16_ROW_TILES(1, zl_x, K, zl_t0, zl_t1, zl_item, CALL)                                \
       }                                                                                           \
-      zl_i += 1 + zl_both;                                                                        \
+      zl_d.next += 1 + zl_both;                                                                   \
     }                                                                                             \
   } while (0)
 #define ZL_BF16_ROW_TILES(NG, px, K, t0, t1, item, CALL)                                 \

@@ -53,8 +53,6 @@ ZL_KERNEL void zl_dot_plain(int format, int MT, const float *x, int64_t K, const
       w0 = (v16f)(pair << 16);
       w1 = (v16f)(pair & 0xffff0000u);
     }
-    __builtin_prefetch(p + ZL_PREFETCH_BYTES, 0, 3);
-    if (step == 128) __builtin_prefetch(p + ZL_PREFETCH_BYTES + 64, 0, 3);
     zl_two_columns(MT, w0, w1, x + 2 * k, stride, even, odd);
   }
   if (K % 2) { /* the last column alone */
@@ -80,7 +78,6 @@ ZL_KERNEL void zl_dot_blocks(int format, int MT, const float *x, int64_t K, cons
   for (int64_t kb = 0; kb < K / 32; kb++) {
     zl_block b;
     zl_block_load(format, w, kb, &b);
-    zl_prefetch_block(format, w, kb);
     ZL_UNROLL
     for (int j = 0; j < 8; j++) {
       const int h = zl_scale_cols(format) == 16 ? j / 4 : 0;

@@ -17,9 +17,6 @@
 #ifndef ZL_TILE_BYTES
 #define ZL_TILE_BYTES (256 * 1024) /* activations of a token tile: a share of L2 */
 #endif
-#ifndef ZL_PREFETCH_BYTES
-#define ZL_PREFETCH_BYTES 4096 /* how far ahead of use a stream of weights is fetched */
-#endif
 
 #define ZL_TILE_TOKENS 256 /* most tokens of a tile */
 
@@ -84,11 +81,45 @@ ZL_KERNEL void zl_tile_words(int format, zl_bundle *a, int64_t t0, int64_t t1, i
   }
 }
 
-/* Asks for the bytes ZL_PREFETCH_BYTES after block kb: a group is followed by the next one of the share. */
-ZL_KERNEL void zl_prefetch_block(int format, const uint8_t *w, int64_t kb) {
-  const int64_t bytes = zl_block_bytes(format) * 32 / zl_block_cols(format);
-  ZL_UNROLL
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(w + kb * bytes + ZL_PREFETCH_BYTES + i, 0, 3);
+/* The walk of a thread through its items of a call: one of G runs of outputs for one tile of tokens at a time. */
+typedef struct zl_walk {
+  zl_deal deal;
+  int64_t rows, G, tile;
+  int64_t t0, t1, g; /* the item: tokens t0 .. t1, run g */
+  int64_t until;     /* tokens t0 .. until go through tile products */
+  int64_t words_at;  /* the tile and the format that a bundle's words are for */
+  int format;
+  _Alignas(64) zl_tile_word words[ZL_TILE_BLOCKS];
+} zl_walk;
+
+ZL_KERNEL void zl_walk_begin(zl_walk *w, int64_t rows, int64_t K, int64_t G) {
+  w->rows = rows;
+  w->G = G;
+  w->tile = rows > 0 ? zl_tile_tokens(rows, K) : 1;
+  w->deal = (zl_deal){(rows + w->tile - 1) / w->tile * G, 0, 0, 0};
+  w->words_at = -1;
+  w->format = -1;
+  zl_amx_begin(rows);
+}
+
+/* The next item; 0, and the walk is over, where there is none. */
+ZL_KERNEL int zl_walk_item(const zl_task *t, zl_walk *w) {
+  int64_t i;
+  if (!zl_deal_item(t, &w->deal, &i)) {
+    zl_amx_end(w->rows);
+    return 0;
+  }
+  w->t0 = i / w->G * w->tile;
+  w->t1 = w->t0 + w->tile < w->rows ? w->t0 + w->tile : w->rows;
+  w->g = i % w->G;
+  w->until = zl_amx_until(w->t0, w->t1);
+  return 1;
+}
+
+/* The words of the item's tokens, for weights of this format, if they are not at hand. */
+ZL_KERNEL void zl_walk_words(zl_walk *w, int format, zl_bundle *a, int64_t K) {
+  if (w->words_at == w->t0 && w->format == format) return;
+  zl_tile_words(w->format = format, a, w->words_at = w->t0, w->t1, K, w->words);
 }
 
 /* acc[m] = 16 outputs of the group at w (rows16) for token first + m, m < MT */
@@ -104,7 +135,6 @@ ZL_KERNEL void zl_dot_int8(int format, int MT, zl_bundle a, int64_t first, int64
   for (int64_t kb = 0; kb < KB; kb++) {
     zl_block b;
     zl_block_load(format, w, kb, &b);
-    zl_prefetch_block(format, w, kb);
     /* columns outside, tokens inside: MT independent chains hide the latency of the products */
     v16i p[8][2];
     ZL_UNROLL
@@ -180,21 +210,17 @@ ZL_KERNEL void zl_linear_amx_tile(int format, zl_bundle a, int64_t t0, int64_t u
 
 ZL_KERNEL void zl_linear_int8_all(const zl_task *t, int64_t rows, zl_bundle a, const uint8_t *w, const float *bias,
                                   const float *residual, float *out, int64_t N, int64_t K, int act, int format) {
-  if (rows <= 0) return;
-  const int64_t tile = zl_tile_tokens(rows, K), tiles = (rows + tile - 1) / tile, G = (N + 15) / 16;
-  int64_t i, end, at = -1;
-  _Alignas(64) zl_tile_word words[ZL_TILE_BLOCKS];
-  zl_share(t, tiles * G, &i, &end);
-  zl_amx_begin(rows);
-  for (; i < end; i++) {
-    const int64_t t0 = i / G * tile, t1 = t0 + tile < rows ? t0 + tile : rows, g = i % G, until = zl_amx_until(t0, t1);
-    if (t0 != at) zl_tile_words(format, &a, at = t0, t1, K, words);
-    if (until > t0) zl_linear_amx_tile(format, a, t0, until, g, w, bias, residual, out, N, K, act);
+  zl_walk walk;
+  zl_walk_begin(&walk, rows, K, (N + 15) / 16);
+  while (zl_walk_item(t, &walk)) {
+    const int64_t g = walk.g;
+    zl_walk_words(&walk, format, &a, K);
+    if (walk.until > walk.t0)
+      zl_linear_amx_tile(format, a, walk.t0, walk.until, g, w, bias, residual, out, N, K, act);
 #define ZL_CALL(MT, first) zl_linear_int8_tile(format, MT, a, first, g, w, bias, residual, out, N, K, act)
-    ZL_TOKEN_TILES(until, t1, ZL_CALL)
+    ZL_TOKEN_TILES(walk.until, walk.t1, ZL_CALL)
 #undef ZL_CALL
   }
-  zl_amx_end(rows);
 }
 
 /* q i8[T,K], scale f32[T,K/32], sums f32[T,K/16], W rows16 [N,K], bias f32[N] or NULL -> out f32[T,N] */
@@ -264,16 +290,12 @@ ZL_KERNEL void zl_gated_linear_int8(const zl_task *t, int64_t rows, const int8_t
                                     const float *sums, const uint8_t *gate, const uint8_t *up, const float *bias_gate,
                                     const float *bias_up, float *out, int64_t N, int64_t K, int activation,
                                     int format) {
-  if (rows <= 0) return;
   zl_bundle a = {q, scale, sums, NULL, 0};
-  const int64_t tile = zl_tile_tokens(rows, K), tiles = (rows + tile - 1) / tile, G = (N + 15) / 16;
-  int64_t i, end, at = -1;
-  _Alignas(64) zl_tile_word words[ZL_TILE_BLOCKS];
-  zl_share(t, tiles * G, &i, &end);
-  zl_amx_begin(rows);
-  for (; i < end; i++) {
-    const int64_t t0 = i / G * tile, t1 = t0 + tile < rows ? t0 + tile : rows, g = i % G, until = zl_amx_until(t0, t1);
-    if (t0 != at) zl_tile_words(format, &a, at = t0, t1, K, words);
+  zl_walk walk;
+  zl_walk_begin(&walk, rows, K, (N + 15) / 16);
+  while (zl_walk_item(t, &walk)) {
+    const int64_t g = walk.g, t0 = walk.t0, until = walk.until;
+    zl_walk_words(&walk, format, &a, K);
     const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
     if (until > t0) {
       _Alignas(64) float sums[2 * ZL_TILE_TOKENS * 16];
@@ -287,10 +309,21 @@ ZL_KERNEL void zl_gated_linear_int8(const zl_task *t, int64_t rows, const int8_t
     zl_gated_int8_tile(format, MT, a, first, g, gate, up, bias_gate, bias_up, N, K, activation, h);        \
     for (int m = 0; m < MT; m++) zl_store_n(out + ((first) + m) * N + 16 * g, h[m], n);                    \
   } while (0)
-    ZL_TOKEN_TILES(until, t1, ZL_CALL)
+    ZL_TOKEN_TILES(until, walk.t1, ZL_CALL)
 #undef ZL_CALL
   }
-  zl_amx_end(rows);
+}
+
+/* Columns 32 g .. 32 g + 32 of MT rows of a bundle [T, N], from row `first` on. */
+ZL_KERNEL void zl_quantize32_rows(int MT, const v16f *a, const v16f *b, int64_t first, int64_t g, int64_t N, int8_t *q,
+                                  float *scale, float *sums) {
+  q += first * N + 32 * g;
+  scale += first * (N / 32) + g;
+  sums += first * (N / 16) + 2 * g;
+  if (MT == 8)
+    zl_quantize32_eight(a, b, q, N, scale, N / 32, sums, N / 16);
+  else
+    for (int m = 0; m < MT; m++) zl_quantize32(a[m], b[m], q + m * N, scale + m * (N / 32), sums + m * (N / 16));
 }
 
 /* the same, N a multiple of 32 -> q i8[T,N], scale f32[T,N/32], sums f32[T,N/16] */
@@ -299,16 +332,12 @@ ZL_KERNEL void zl_gated_linear_quantize_int8(const zl_task *t, int64_t rows, con
                                              const float *bias_gate, const float *bias_up, int8_t *out_q,
                                              float *out_scale, float *out_sums, int64_t N, int64_t K, int activation,
                                              int format) {
-  if (rows <= 0) return;
   zl_bundle a = {q, scale, sums, NULL, 0};
-  const int64_t tile = zl_tile_tokens(rows, K), tiles = (rows + tile - 1) / tile, G = N / 32;
-  int64_t i, end, at = -1;
-  _Alignas(64) zl_tile_word words[ZL_TILE_BLOCKS];
-  zl_share(t, tiles * G, &i, &end);
-  zl_amx_begin(rows);
-  for (; i < end; i++) {
-    const int64_t t0 = i / G * tile, t1 = t0 + tile < rows ? t0 + tile : rows, g = i % G, until = zl_amx_until(t0, t1);
-    if (t0 != at) zl_tile_words(format, &a, at = t0, t1, K, words);
+  zl_walk walk;
+  zl_walk_begin(&walk, rows, K, N / 32);
+  while (zl_walk_item(t, &walk)) {
+    const int64_t g = walk.g, t0 = walk.t0, until = walk.until;
+    zl_walk_words(&walk, format, &a, K);
     if (until > t0) {
       _Alignas(64) float sums[4 * ZL_TILE_TOKENS * 16];
       zl_gated_amx_sums(format, a, t0, until, 2 * g, 2, gate, up, K, sums);
@@ -326,16 +355,11 @@ ZL_KERNEL void zl_gated_linear_quantize_int8(const zl_task *t, int64_t rows, con
     v16f h[2][8];                                                                                               \
     for (int64_t s = 0; s < 2; s++)                                                                             \
       zl_gated_int8_tile(format, MT, a, first, 2 * g + s, gate, up, bias_gate, bias_up, N, K, activation, h[s]); \
-    for (int m = 0; m < MT; m++) {                                                                              \
-      const int64_t row = (first) + m;                                                                          \
-      zl_quantize32(h[0][m], h[1][m], out_q + row * N + 32 * g, out_scale + row * (N / 32) + g,                  \
-                    out_sums + row * (N / 16) + 2 * g);                                                         \
-    }                                                                                                           \
+    zl_quantize32_rows(MT, h[0], h[1], first, g, N, out_q, out_scale, out_sums);                                \
   } while (0)
-    ZL_TOKEN_TILES(until, t1, ZL_CALL)
+    ZL_TOKEN_TILES(until, walk.t1, ZL_CALL)
 #undef ZL_CALL
   }
-  zl_amx_end(rows);
 }
 
 #endif

@@ -10,6 +10,19 @@
 #define ZL_MATH_H
 #include "zl_simd.h"
 
+/* p * 2^n, rounded once; |n| < 250 an integer, or NaN */
+ZL_KERNEL v16f zl_scale2(v16f p, v16f n) {
+#if ZL_AVX512
+  return (v16f)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  v16i i = zl_to_int(n);
+  i = i & ~(v16i)(n != n); /* NaN: p is too, any exponent will do */
+  v16i half = i >> 1;     /* in two factors, the first exact: n may be below -126 or above 127 */
+  v16f a = (v16f)((half + 127) << 23), b = (v16f)((i - half + 127) << 23);
+  return p * a * b;
+#endif
+}
+
 /* e^x; overflows to infinity, underflows gradually, NaN stays NaN, e^-inf = 0 */
 ZL_KERNEL v16f zl_exp(v16f x) {
   x = zl_max(zl_set(-110.0f), zl_min(zl_set(89.5f), x)); /* this order keeps NaN */
@@ -23,11 +36,7 @@ ZL_KERNEL v16f zl_exp(v16f x) {
   p = zl_fma(p, r, zl_set(0x1.fffffap-2f));
   p = zl_fma(p, r, zl_set(1.0f));
   p = zl_fma(p, r, zl_set(1.0f));
-  v16i i = zl_to_int(n);
-  i = i & ~(v16i)(x != x); /* NaN: any exponent will do */
-  v16i half = i >> 1;     /* 2^n in two factors: n reaches 129 and -159 */
-  v16f a = (v16f)((half + 127) << 23), b = (v16f)((i - half + 127) << 23);
-  return p * a * b;
+  return zl_scale2(p, n);
 }
 
 ZL_KERNEL v16f zl_sigmoid(v16f x) { return 1.0f / (1.0f + zl_exp(-x)); }

@@ -95,7 +95,17 @@ ZL_KERNEL void zl_norm_quantize_rows(const zl_task *t, int norm, int64_t rows, c
     const int64_t to = end - row * parts < parts ? end - row * parts : parts;
     const float *xr = x + row * C;
     const zl_stats s = zl_norm_stats(norm, xr, C, epsilon);
-    for (int64_t p = from; p < to; p++)
+    int64_t p = from;
+    for (; p + 8 <= to; p += 8) {
+      v16f a[8], c[8];
+      ZL_UNROLL
+      for (int64_t m = 0; m < 8; m++) {
+        a[m] = zl_norm_at(norm, s, xr, w, b, 32 * (p + m), 16);
+        c[m] = zl_norm_at(norm, s, xr, w, b, 32 * (p + m) + 16, 16);
+      }
+      zl_quantize32_eight(a, c, q + row * C + 32 * p, 32, scale + row * parts + p, 1, sums + 2 * (row * parts + p), 2);
+    }
+    for (; p < to; p++)
       zl_quantize32(zl_norm_at(norm, s, xr, w, b, 32 * p, 16), zl_norm_at(norm, s, xr, w, b, 32 * p + 16, 16),
                     q + row * C + 32 * p, scale + row * parts + p, sums + 2 * (row * parts + p));
     i = row * parts + to;

@@ -92,26 +92,19 @@ ZL_KERNEL void zl_qkv_amx_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_s
 
 ZL_KERNEL void zl_qkv_int8_all(const zl_task *t, int64_t rows, const zl_qkv *p, const zl_qkv_shape *s, zl_bundle a,
                                int format_q, int format_k, int format_v) {
-  if (rows <= 0) return;
-  const int64_t heads = s->H + 2 * s->KVH, tile = zl_tile_tokens(rows, s->K), tiles = (rows + tile - 1) / tile;
-  int64_t i, end, at = -1;
-  int made = -1; /* the format that `words` is for; q, k and v may differ in theirs */
-  _Alignas(64) zl_tile_word words[ZL_TILE_BLOCKS];
-  zl_share(t, tiles * heads, &i, &end);
-  zl_amx_begin(rows);
-  for (; i < end; i++) {
-    const int64_t t0 = i / heads * tile, t1 = t0 + tile < rows ? t0 + tile : rows, until = zl_amx_until(t0, t1);
+  zl_walk walk;
+  zl_walk_begin(&walk, rows, s->K, s->H + 2 * s->KVH);
+  while (zl_walk_item(t, &walk)) {
     int64_t head;
-    const int role = zl_qkv_role(s, i % heads, &head);
-    const int format = role == 0 ? format_q : role == 1 ? format_k : format_v;
-    if (t0 != at || format != made) zl_tile_words(made = format, &a, at = t0, t1, s->K, words);
+    const int role = zl_qkv_role(s, walk.g, &head);
+    zl_walk_words(&walk, role == 0 ? format_q : role == 1 ? format_k : format_v, &a, s->K);
     /* equal formats share one body: the role only chooses pointers */
 #define ZL_CALL(MT, first) zl_qkv_int8_tile(t, p, s, zl_format, zl_role, MT, a, first, head)
-#define ZL_ROLE(fixed_format, fixed_role)                                                 \
-  do {                                                                                    \
-    const int zl_format = fixed_format, zl_role = fixed_role;                             \
-    if (until > t0) zl_qkv_amx_tile(t, p, s, zl_format, zl_role, a, t0, until, head);     \
-    ZL_TOKEN_TILES(until, t1, ZL_CALL)                                                    \
+#define ZL_ROLE(fixed_format, fixed_role)                                                                 \
+  do {                                                                                                    \
+    const int zl_format = fixed_format, zl_role = fixed_role;                                             \
+    if (walk.until > walk.t0) zl_qkv_amx_tile(t, p, s, zl_format, zl_role, a, walk.t0, walk.until, head); \
+    ZL_TOKEN_TILES(walk.until, walk.t1, ZL_CALL)                                                          \
   } while (0)
     if (format_q == format_k && format_k == format_v)
       ZL_ROLE(format_q, role);
@@ -124,7 +117,6 @@ ZL_KERNEL void zl_qkv_int8_all(const zl_task *t, int64_t rows, const zl_qkv *p, 
 #undef ZL_ROLE
 #undef ZL_CALL
   }
-  zl_amx_end(rows);
 }
 
 ZL_KERNEL void zl_qkv_float_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int format, int role,

@@ -9,7 +9,7 @@
  */
 #ifndef ZL_SIMD_H
 #define ZL_SIMD_H
-#include "zl_task.h"
+#include "zl_ahead.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -30,6 +30,7 @@
 
 typedef float v16f __attribute__((vector_size(64)));
 typedef float v8f __attribute__((vector_size(32)));
+typedef int32_t v8i __attribute__((vector_size(32)));
 typedef double v8d __attribute__((vector_size(64)));
 typedef int32_t v16i __attribute__((vector_size(64)));
 typedef uint32_t v16u __attribute__((vector_size(64)));
@@ -42,8 +43,6 @@ typedef int8_t v16s8 __attribute__((vector_size(16)));
 #define ZL_LO(x) __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7)
 #define ZL_HI(x) __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15)
 #define ZL_JOIN(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
-#define ZL_UNROLL _Pragma("clang loop unroll(full)")
-#define ZL_NO_UNROLL _Pragma("clang loop unroll(disable) vectorize(disable)")
 
 /* loads and stores, any alignment */
 ZL_KERNEL v16f zl_load(const float *p) { v16f v; memcpy(&v, p, 64); return v; }
@@ -74,6 +73,19 @@ ZL_KERNEL void zl_store_n(float *p, v16f v, int64_t n) {
   _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), (__m512)v);
 #else
   memcpy(p, &v, (size_t)n * 4);
+#endif
+}
+
+/* the low halves of x -> half `odd` of each of n words at p; the other halves are not touched */
+ZL_KERNEL void zl_store_halves(char *p, v16u x, int odd, int64_t n) {
+#if ZL_AVX512
+  const __mmask32 lanes = (__mmask32)(((1ull << 2 * n) - 1u) & (odd ? 0xaaaaaaaau : 0x55555555u));
+  _mm512_mask_storeu_epi16(p, lanes, (__m512i)(odd ? x << 16 : x));
+#else
+  for (int64_t i = 0; i < n; i++) {
+    const uint16_t one = (uint16_t)x[i];
+    memcpy(p + 4 * i + 2 * odd, &one, 2);
+  }
 #endif
 }
 
@@ -115,8 +127,16 @@ ZL_KERNEL v16i zl_to_int(v16f x) {
 #if ZL_AVX512
   return (v16i)_mm512_cvttps_epi32((__m512)x);
 #else
-  typedef int32_t v8i_ __attribute__((vector_size(32)));
-  return ZL_JOIN((v8i_)_mm256_cvttps_epi32((__m256)ZL_LO(x)), (v8i_)_mm256_cvttps_epi32((__m256)ZL_HI(x)));
+  return ZL_JOIN((v8i)_mm256_cvttps_epi32((__m256)ZL_LO(x)), (v8i)_mm256_cvttps_epi32((__m256)ZL_HI(x)));
+#endif
+}
+
+/* lanes within the range of int32, rounded half to even */
+ZL_KERNEL v16i zl_round_to_int(v16f x) {
+#if ZL_AVX512
+  return (v16i)_mm512_cvt_roundps_epi32((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  return zl_to_int(zl_round_even(x));
 #endif
 }
 
@@ -182,14 +202,21 @@ ZL_KERNEL v16f zl_round_bf16(v16f x) {
 typedef uint32_t zl_pair; /* bf16 even | odd << 16 */
 typedef v16i zl_pairs16;
 ZL_KERNEL v16u16 zl_to_bf16(v16f x) { return (v16u16)_mm512_cvtneps_pbh((__m512)x); }
-ZL_KERNEL v16f zl_from_bf16(v16u16 x) { return (v16f)_mm512_cvtpbh_ps((__m256bh)x); }
 ZL_KERNEL zl_pairs16 zl_load_pairs16(const uint8_t *p) { return (v16i)zl_load_bytes(p); }
 ZL_KERNEL v16f zl_dot_pair(v16f acc, zl_pairs16 a, zl_pair b) {
   return (v16f)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
 }
+/* the same for a pair of each lane */
+ZL_KERNEL v16f zl_dot_pairs(v16f acc, v16i a, v16i b) {
+  return (v16f)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+}
 /* 32 floats, rounded to nearest even -> 16 pairs */
+ZL_KERNEL v16i zl_to_pairs(v16f low, v16f high) {
+  return (v16i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+}
 ZL_KERNEL void zl_store_pairs(zl_pair *to, v16f low, v16f high) {
-  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+  const v16i pairs = zl_to_pairs(low, high);
+  memcpy(to, &pairs, 64);
 }
 #else
 typedef struct zl_pair {
@@ -230,15 +257,14 @@ ZL_KERNEL v16i zl_dot4_u8(v16i acc, v64u8 u, v16i s) {
   __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16((__m512i)u, 8), _mm512_srai_epi16((__m512i)s, 8));
   return acc + (v16i)_mm512_add_epi32(even, odd);
 #else
-  typedef int32_t v8i_ __attribute__((vector_size(32)));
   v16i uu = (v16i)u;
-  v8i_ r[2];
+  v8i r[2];
   for (int h = 0; h < 2; h++) {
     __m256i a = h ? (__m256i)ZL_HI(uu) : (__m256i)ZL_LO(uu), b = h ? (__m256i)ZL_HI(s) : (__m256i)ZL_LO(s);
     __m256i mask = _mm256_set1_epi16(0xff);
     __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, mask), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
     __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
-    r[h] = (v8i_)_mm256_add_epi32(even, odd);
+    r[h] = (v8i)_mm256_add_epi32(even, odd);
   }
   return acc + ZL_JOIN(r[0], r[1]);
 #endif
@@ -252,12 +278,11 @@ ZL_KERNEL v16i zl_dot4_u7(v16i acc, v64u8 u, v16i s) {
   __m512i pairs = _mm512_maddubs_epi16((__m512i)u, (__m512i)s);
   return acc + (v16i)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #else
-  typedef int32_t v8i_ __attribute__((vector_size(32)));
   v16i uu = (v16i)u;
   __m256i one = _mm256_set1_epi16(1);
   __m256i lo = _mm256_maddubs_epi16((__m256i)ZL_LO(uu), (__m256i)ZL_LO(s));
   __m256i hi = _mm256_maddubs_epi16((__m256i)ZL_HI(uu), (__m256i)ZL_HI(s));
-  return acc + ZL_JOIN((v8i_)_mm256_madd_epi16(lo, one), (v8i_)_mm256_madd_epi16(hi, one));
+  return acc + ZL_JOIN((v8i)_mm256_madd_epi16(lo, one), (v8i)_mm256_madd_epi16(hi, one));
 #endif
 }
 
@@ -266,10 +291,9 @@ ZL_KERNEL v64u8 zl_table16(v16u8 table, v64u8 index) {
 #if ZL_AVX512
   return (v64u8)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)index);
 #else
-  typedef int32_t v8i_ __attribute__((vector_size(32)));
   __m256i t = _mm256_broadcastsi128_si256((__m128i)table);
   v16i i = (v16i)index;
-  return (v64u8)ZL_JOIN((v8i_)_mm256_shuffle_epi8(t, (__m256i)ZL_LO(i)), (v8i_)_mm256_shuffle_epi8(t, (__m256i)ZL_HI(i)));
+  return (v64u8)ZL_JOIN((v8i)_mm256_shuffle_epi8(t, (__m256i)ZL_LO(i)), (v8i)_mm256_shuffle_epi8(t, (__m256i)ZL_HI(i)));
 #endif
 }
 

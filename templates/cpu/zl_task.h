@@ -32,6 +32,9 @@
 #define ZL_KERNEL static inline __attribute__((always_inline))
 #endif
 
+#define ZL_UNROLL _Pragma("clang loop unroll(full)")
+#define ZL_NO_UNROLL _Pragma("clang loop unroll(disable) vectorize(disable)")
+
 enum zl_format {
   ZL_FMT_F32, ZL_FMT_F16, ZL_FMT_BF16, ZL_FMT_Q4_0, ZL_FMT_Q4_1, ZL_FMT_Q5_0, ZL_FMT_Q5_1, ZL_FMT_Q8_0,
   ZL_FMT_Q2_K, ZL_FMT_Q3_K, ZL_FMT_Q4_K, ZL_FMT_Q5_K, ZL_FMT_Q6_K, ZL_FMT_IQ4_NL
@@ -55,6 +58,8 @@ typedef struct zl_task {
   const int32_t *block_table;  /* [S, B] */
   char *scratch;               /* [ZL_SCRATCH_BYTES], 64-byte aligned, this thread's own */
   zl_team *team;
+  int32_t deal;                /* the call's cursors in the team, < 0: its items are dealt out beforehand */
+  struct zl_ahead *ahead;      /* what this thread reads after this phase, or NULL: zl_ahead.h */
 } zl_task;
 
 static inline void zl_barrier(const zl_task *t) { zl_team_barrier(t->team); }
@@ -63,6 +68,44 @@ static inline void zl_barrier(const zl_task *t) { zl_team_barrier(t->team); }
 ZL_KERNEL void zl_share(const zl_task *t, int64_t n, int64_t *begin, int64_t *end) {
   *begin = n * t->thread / t->n_threads;
   *end = n * (t->thread + 1) / t->n_threads;
+}
+
+/* Items of a call, dealt out while it runs: each thread takes halves of what is left of its own range, then what is left
+ * of the others'.  Cores do not run at the same speed for long, least of all virtual ones, and the slowest would decide.
+ * `zl_deal d = {n, 0, 0, 0}; while (zl_deal_item(t, &d, &i)) ...`, once in a call: the call's cursors are in the team. */
+typedef struct zl_deal {
+  int64_t n;
+  int64_t next, end; /* items in hand */
+  int32_t tried;     /* ranges found empty, from this thread's own on */
+} zl_deal;
+
+/* Takes more items in hand; 0 when there are none. */
+static inline int zl_deal_more(const zl_task *t, zl_deal *d) {
+  if (t->n_threads == 1 || t->deal < 0) {
+    if (d->tried++) return 0;
+    zl_share(t, d->n, &d->next, &d->end);
+    return d->next < d->end;
+  }
+  for (; d->tried < t->n_threads; d->tried++) {
+    const int32_t owner = (t->thread + d->tried) % t->n_threads;
+    const int64_t first = d->n * owner / t->n_threads, size = d->n * (owner + 1) / t->n_threads - first;
+    _Atomic int64_t *taken = &t->team->cursors[t->deal * t->n_threads + owner].taken;
+    const int64_t left = size - atomic_load_explicit(taken, memory_order_relaxed);
+    if (left <= 0) continue;
+    const int64_t some = left > 1 ? left / 2 : 1;
+    const int64_t from = atomic_fetch_add_explicit(taken, some, memory_order_relaxed);
+    if (from >= size) continue;
+    d->next = first + from;
+    d->end = first + (from + some < size ? from + some : size);
+    return 1;
+  }
+  return 0;
+}
+
+ZL_KERNEL int zl_deal_item(const zl_task *t, zl_deal *d, int64_t *item) {
+  if (d->next == d->end && !zl_deal_more(t, d)) return 0;
+  *item = d->next++;
+  return 1;
 }
 
 /* token_seq[T] from seq_starts[S + 1]; serial, for the step's prologue. */

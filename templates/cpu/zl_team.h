@@ -3,10 +3,14 @@
  * In: a thread count and, optionally, the CPUs to pin to.  Out: zl_team_create/run/destroy and
  * zl_team_barrier.  Next file: zl_task.h (what a kernel is told).
  *
- * Waiting is spin -> yield -> futex.  The spin covers the usual few microseconds between phases; the yield
- * hands the core to a team member that was preempted (oversubscription, a busy neighbour, a cgroup quota);
- * the futex makes an idle team cost nothing.  The caller of zl_team_run is thread 0 and is never pinned:
- * its affinity belongs to the host process; worker i is pinned to cpus[i % n_cpus].
+ * Waiting is spin -> futex.  The spin covers the usual few microseconds between phases.  How long it may last is
+ * learned: a wait of half a millisecond means that a thread of the team is not running (a busy neighbour, a cgroup quota,
+ * a second model), and who spins then keeps the core from whom everybody waits for; so the next spins are short, and grow
+ * again with every wait that was worth it.  Yielding instead gives the neighbour whole time slices.  The futex makes an
+ * idle team cost nothing.
+ *
+ * The caller of zl_team_run is thread 0 and is never pinned: its affinity belongs to the host process; worker i is
+ * pinned to cpus[i % n_cpus].
  */
 #ifndef ZL_TEAM_H
 #define ZL_TEAM_H
@@ -21,19 +25,15 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "zl_abi.h"
 
-#ifndef ZL_SPIN_PHASE
-#define ZL_SPIN_PHASE 4000 /* pauses before yielding at a barrier */
-#endif
-#ifndef ZL_SPIN_IDLE
-#define ZL_SPIN_IDLE 4000 /* pauses before an idle worker sleeps */
-#endif
-#ifndef ZL_YIELDS
-#define ZL_YIELDS 200 /* yields before sleeping on the futex */
-#endif
+#define ZL_SPIN_MOST 8000  /* pauses before a waiting thread sleeps: some 150 microseconds */
+#define ZL_SPIN_LEAST 400  /* after a wait for an absent thread; most waits of a decode step are shorter */
+#define ZL_SPIN_MORE 4     /* for a wait that ended in the spin */
+#define ZL_ABSENT_NS 500000 /* a sleep that lasted longer was for a thread that had no core */
 #define ZL_MAX_THREADS 1024
 
 typedef void (*zl_team_fn)(void *arg, int32_t thread);
@@ -44,6 +44,12 @@ typedef struct zl_gate {
   _Atomic uint32_t sleepers;
 } zl_gate;
 
+/* How much of one thread's range of a call is taken, alone on its cache line: zl_deal in zl_task.h. */
+typedef struct zl_cursor {
+  _Alignas(64) _Atomic int64_t taken;
+} zl_cursor;
+#define ZL_DEALS 2 /* calls of a phase that deal out their items while they run */
+
 typedef struct zl_team {
   zl_gate start, done, phase;              /* generation counters */
   _Alignas(64) _Atomic uint32_t arrived;   /* at the barrier */
@@ -51,9 +57,11 @@ typedef struct zl_team {
   _Alignas(64) zl_team_fn fn;
   void *arg;
   int32_t n_threads, n_cpus, stop;
-  int32_t spins, idle_spins; /* pauses before a waiting thread yields; 0, with more threads than CPUs: it sleeps */
+  _Atomic int32_t patience; /* pauses before a thread that waits for others sleeps; 0, with more threads than CPUs */
+  int32_t idle;             /* the same for workers without a job */
   int32_t *cpus;                  /* [n_cpus] */
   struct zl_worker *workers;      /* [n_threads]; 0 unused */
+  zl_cursor *cursors;             /* [ZL_DEALS, n_threads], all 0 when a phase begins */
   int32_t n_started;
 } zl_team;
 
@@ -77,27 +85,53 @@ static inline void zl_gate_open(zl_gate *g) {
     syscall(SYS_futex, &g->value, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
 }
 
-/* Returns when g->value differs from seen. */
-static inline void zl_gate_wait(zl_gate *g, uint32_t seen, int spins) {
-  for (int i = 0; i < spins; i++) {
-    if (atomic_load_explicit(&g->value, memory_order_acquire) != seen) return;
-    zl_pause();
-  }
-  for (int i = 0; i < ZL_YIELDS && spins > 0; i++) {
-    if (atomic_load_explicit(&g->value, memory_order_acquire) != seen) return;
-    sched_yield();
-  }
+/* What a thread does while it waits: a little at a time, 0 when there is nothing left. */
+typedef int (*zl_idle_fn)(void *arg);
+
+static inline int64_t zl_clock_ns(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (int64_t)t.tv_sec * 1000000000 + (int64_t)t.tv_nsec;
+}
+
+static void zl_gate_sleep(zl_gate *g, uint32_t seen, _Atomic int32_t *patience) {
+  const int64_t begin = zl_clock_ns();
   while (atomic_load_explicit(&g->value, memory_order_acquire) == seen) {
     atomic_fetch_add(&g->sleepers, 1u);
     /* the kernel compares value with seen again, so a wake between the two is not lost */
     syscall(SYS_futex, &g->value, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
     atomic_fetch_sub(&g->sleepers, 1u);
   }
+  if (patience && atomic_load_explicit(patience, memory_order_relaxed) > ZL_SPIN_LEAST &&
+      zl_clock_ns() - begin > ZL_ABSENT_NS)
+    atomic_store_explicit(patience, ZL_SPIN_LEAST, memory_order_relaxed);
+}
+
+/* Returns when g->value differs from seen.  patience: that of the team, or NULL, and the wait teaches nothing. */
+static inline void zl_gate_wait(zl_gate *g, uint32_t seen, int32_t spins, _Atomic int32_t *patience, zl_idle_fn idle,
+                                void *arg) {
+  for (int32_t i = 0; i < spins; i++) {
+    if (atomic_load_explicit(&g->value, memory_order_acquire) != seen) {
+      if (patience && spins < ZL_SPIN_MOST)
+        atomic_store_explicit(patience, spins + ZL_SPIN_MORE, memory_order_relaxed);
+      return;
+    }
+    if (!idle || !idle(arg)) zl_pause();
+  }
+  zl_gate_sleep(g, seen, patience);
+}
+
+/* By the only thread that is not waiting, before it lets the others go on. */
+static inline void zl_team_deal_anew(zl_team *team) {
+  for (int32_t i = 0; i < ZL_DEALS * team->n_threads; i++)
+    atomic_store_explicit(&team->cursors[i].taken, 0, memory_order_relaxed);
 }
 
 /* All n_threads threads of the team call this inside a job; none returns before all have arrived.  The last to arrive
- * runs fn(arg), if there is one, before anyone goes on: work for one thread costs no barrier of its own. */
-static inline void zl_team_barrier_with(zl_team *team, void (*fn)(void *), void *arg) {
+ * runs fn(arg), if there is one, before anyone goes on: work for one thread costs no barrier of its own.  The others
+ * call idle(idle_arg), if there is one, as long as it finds something to do. */
+static inline void zl_team_barrier_with(zl_team *team, void (*fn)(void *), void *arg, zl_idle_fn idle,
+                                        void *idle_arg) {
   if (team->n_threads == 1) {
     if (fn) fn(arg);
     return;
@@ -105,14 +139,15 @@ static inline void zl_team_barrier_with(zl_team *team, void (*fn)(void *), void 
   uint32_t seen = atomic_load_explicit(&team->phase.value, memory_order_relaxed);
   if (atomic_fetch_add(&team->arrived, 1u) + 1u == (uint32_t)team->n_threads) {
     if (fn) fn(arg);
+    zl_team_deal_anew(team);
     atomic_store_explicit(&team->arrived, 0u, memory_order_relaxed);
     zl_gate_open(&team->phase);
   } else {
-    zl_gate_wait(&team->phase, seen, team->spins);
+    zl_gate_wait(&team->phase, seen, team->patience, &team->patience, idle, idle_arg);
   }
 }
 
-static inline void zl_team_barrier(zl_team *team) { zl_team_barrier_with(team, NULL, NULL); }
+static inline void zl_team_barrier(zl_team *team) { zl_team_barrier_with(team, NULL, NULL, NULL, NULL); }
 
 static void zl_worker_pin(const zl_team *team, int32_t thread) {
   if (team->n_cpus <= 0) return;
@@ -131,7 +166,7 @@ static void *zl_worker_main(void *p) {
   uint32_t seen = 0;
   zl_worker_pin(team, w->thread);
   for (;;) {
-    zl_gate_wait(&team->start, seen, team->idle_spins);
+    zl_gate_wait(&team->start, seen, team->idle, NULL, NULL, NULL); /* nobody is late for a job that is not there */
     seen++;
     if (team->stop) return NULL;
     team->fn(team->arg, w->thread);
@@ -160,9 +195,10 @@ static inline void zl_team_run(zl_team *team, zl_team_fn fn, void *arg) {
   team->fn = fn;
   team->arg = arg;
   atomic_store_explicit(&team->finished, 0u, memory_order_relaxed);
+  zl_team_deal_anew(team);
   zl_gate_open(&team->start);
   fn(arg, 0);
-  zl_gate_wait(&team->done, seen, team->spins);
+  zl_gate_wait(&team->done, seen, team->patience, &team->patience, NULL, NULL);
 }
 
 static inline void zl_team_destroy(zl_team *team) {
@@ -171,6 +207,7 @@ static inline void zl_team_destroy(zl_team *team) {
   zl_gate_open(&team->start);
   for (int32_t i = 1; i <= team->n_started; i++) pthread_join(team->workers[i].id, NULL);
   free(team->workers);
+  free(team->cursors);
   free(team->cpus);
   free(team);
 }
@@ -196,11 +233,12 @@ static inline int32_t zl_team_create(int32_t n_threads, const int32_t *cpus, int
   /* a thread that spins while the one it waits for has no CPU to run on only delays it */
   const int32_t usable = zl_usable_cpus();
   const int crowded = usable > 0 && n_threads > usable;
-  team->spins = crowded ? 0 : ZL_SPIN_PHASE;
-  team->idle_spins = crowded ? 0 : ZL_SPIN_IDLE;
+  team->idle = crowded ? 0 : ZL_SPIN_MOST;
+  team->patience = team->idle;
   team->workers = (zl_worker *)calloc((size_t)n_threads, sizeof(zl_worker));
   team->cpus = (int32_t *)calloc((size_t)n_cpus + 1, sizeof(int32_t));
-  if (!team->workers || !team->cpus) {
+  team->cursors = (zl_cursor *)aligned_alloc(64, ZL_DEALS * (size_t)n_threads * sizeof(zl_cursor));
+  if (!team->workers || !team->cpus || !team->cursors) {
     zl_team_destroy(team);
     return ZL_NO_MEMORY;
   }
