@@ -81,7 +81,7 @@ static inline void zl_ahead_fetch(struct zl_ahead *a, int64_t lines) {
 }
 
 /* For zl_team_barrier_with: a few lines, so that the barrier is looked at often. */
-static int zl_ahead_idle(void *arg) {
+static inline int zl_ahead_idle(void *arg) {
   struct zl_ahead *a = (struct zl_ahead *)arg;
   const int64_t before = a->budget;
   zl_ahead_fetch(a, 4);
