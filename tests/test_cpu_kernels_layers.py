@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpu_harness import BLOCK, KV_BLOCK_BYTES, PLAIN, Batch, Kernels, floats, kernels_for
+from cpu_harness import BLOCK, KV_BLOCK_BYTES, PLAIN, Batch, Kernels, floats, has, kernels_for
 from test_cpu_kernels_linear import (
     BF16,
     F32,
     bundle,
     expand,
-    needs,
     packed,
     to_bf16,
     weights,
@@ -341,12 +340,21 @@ def test_attention_over_a_bf16_cache(
     assert_alone_gives_the_same_bits(kernels, batch, arrays, ints, [scale, softcap], y)
 
 
-@pytest.fixture(scope="session", params=["zen4", "amx", "v4", "v3"])
+@pytest.fixture(scope="session")
 def qkv_kernels(request: pytest.FixtureRequest) -> Kernels:
     return kernels_for(request.param)
 
 
-@pytest.mark.parametrize("name", ["qkv_int8", "qkv_int8_mixed", "qkv_float", "qkv_bf16"])
+@pytest.mark.parametrize(
+    ("qkv_kernels", "name"),
+    [
+        (level, name)
+        for level in ("zen4", "amx", "v4", "v3")
+        for name in ("qkv_int8", "qkv_int8_mixed", "qkv_float", "qkv_bf16")
+        if has(level, name)
+    ],
+    indirect=["qkv_kernels"],
+)
 @pytest.mark.parametrize(
     ("hd", "rd", "interleaved", "norm", "bias"),
     [(64, 64, 0, 0, 1), (32, 16, 0, 1, 0), (48, 48, 1, 0, 0)],
@@ -357,7 +365,6 @@ def test_qkv_rope_cache(
     """The fused kernel equals its parts: projections, head norm, rope, and what CacheWrite would
     store."""
     kernels = qkv_kernels
-    needs(kernels, name)
     rng = np.random.default_rng(6)
     heads, kvh, k, bs, lengths = 6, 2, 256, 16, [(0, 19), (30, 1), (5, 3)]
     batch, t, total = make_batch(lengths, bs)

@@ -33,11 +33,6 @@ def level_of(k: Kernels) -> str:
     return k.path.stem
 
 
-def needs(k: Kernels, name: str) -> None:
-    if not has(level_of(k), name):
-        pytest.skip(f"not in this library: {name}")
-
-
 def weights(rng: np.random.Generator, fmt: str, n: int, k: int) -> tuple[Any, Any]:
     """Random bytes of a format with sane scales: raw uint8 [n, row_bytes], float32 [n, k] by
     gguf."""
@@ -128,10 +123,10 @@ def test_linear_int8(int8_kernels: Kernels, fmt: str) -> None:
         assert (np.abs(out - want) <= bound(a, w) + 1e-6 * np.abs(want)).all(), (n, k, t)
 
 
+@pytest.mark.parametrize("kernels", ["zen4", "v4", "v3"], indirect=True)
 @pytest.mark.parametrize("kind", [F32, BF16])
 @pytest.mark.parametrize("fmt", [*BLOCK, *PLAIN])
 def test_linear_float(kernels: Kernels, fmt: str, kind: int) -> None:
-    needs(kernels, f"linear_float_{fmt}")
     rng = np.random.default_rng(2)
     for n, k, t in [*SHAPES, (33, 45, 5), (16, 1, 2)]:
         if fmt not in PLAIN and k % formats.FORMATS[fmt].block_elems:
@@ -216,10 +211,14 @@ def activation(name: str, x: Any) -> Any:
     return np.tanh(x) if name == "tanh" else 1 / (1 + np.exp(-x))
 
 
-@pytest.mark.parametrize("form", ["int8", "float"])
+@pytest.mark.parametrize(
+    ("kernels", "form"),
+    [(level, "int8") for level in ("zen4", "amx", "v4", "v3")]
+    + [(level, "float") for level in ("zen4", "v4", "v3")],
+    indirect=["kernels"],
+)
 def test_fused_forms(kernels: Kernels, form: str) -> None:
     """LinearAdd (in place too), ActLinear, GatedLinear and its quantizing form."""
-    needs(kernels, f"gated_{form}")
     rng = np.random.default_rng(5)
     n, k, t, fmt = 96, 160, 27, "Q4_1" if form == "int8" else "F16"
     (raw_g, g), (raw_u, u) = weights(rng, fmt, n, k), weights(rng, fmt, n, k)

@@ -433,8 +433,9 @@ ZL_KERNEL void zl_attention_all(const zl_task *t, int64_t rows, const zl_attenti
   }
   const int64_t tokens = ZL_QUERIES / most, parts = (group + most - 1) / most, runs = H / group * parts;
   const int64_t tiles = (rows + tokens - 1) / tokens;
-  /* later tokens see longer contexts: deal tiles out in turn rather than in runs */
-  for (int64_t item = t->thread; item < tiles * runs; item += t->n_threads) {
+  zl_deal deal = {tiles * runs, 0, 0, 0}; /* later tokens see longer contexts: whose tiles are early ends first and helps */
+  int64_t item;
+  while (zl_deal_item(t, &deal, &item)) {
     const int64_t run = item % runs, h0 = run / parts * group + run % parts * most;
     const int64_t left = (run / parts + 1) * group - h0, heads = left < most ? left : most;
     int64_t t0 = item / runs * tokens;
