@@ -32,7 +32,15 @@ from zerolayer.runtime_stub.errors import (
 
 from . import cli_show
 from .progress import PlainProgress, Progress, RichProgress
-from .system_config import Decision, Fusion, Quantize, check_assertions, choose, load_system_config
+from .system_config import (
+    COMMAND_LINE,
+    Decision,
+    Fusion,
+    Quantize,
+    check_assertions,
+    choose,
+    load_system_config,
+)
 
 EXIT_INTERNAL = 1
 
@@ -261,7 +269,8 @@ def gpu_targets() -> list[str]:
 def _resolved(decision: Decision, model: Path, target: str) -> Decision:
     """Without what differs between machines that compile the same thing: host, folders."""
     if decision.name == "target":
-        return dataclasses.replace(decision, value=target)
+        host = "host, " if decision.value == "host" else ""
+        return dataclasses.replace(decision, value=target, source=f"{host}{decision.source}")
     if decision.name == "model":
         return dataclasses.replace(decision, value=model.name)
     return decision
@@ -348,6 +357,9 @@ def compile_command(
         check_dump(dump)
 
     decisions = [_resolved(d, chosen.model, facts.name) for d in chosen.decisions]
+    for name, value in (("activations", activations), ("max_context", max_context)):
+        if value is not None:
+            decisions.append(Decision(name, str(value), COMMAND_LINE))
     from .driver import CompileRequest, compile_model
 
     request = CompileRequest(

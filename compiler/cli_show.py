@@ -90,10 +90,11 @@ def show_target(target: Target) -> None:
     rows += [("at least", f"{name} = {quantity(value)}") for name, value in requires.limits]
     if target.mcpu:
         rows.append(("code generation", target.mcpu))
-    rows += [
-        (f"default {name}", value if isinstance(value, str) else quantity(value))
-        for name, value in target.defaults
-    ]
+    for name, value in target.defaults:
+        shown = value if isinstance(value, str) else quantity(value)
+        if name == "max_context":
+            shown = f"the model's; {shown} where a model names none"
+        rows.append((f"default {name}", shown))
     show(pairs(rows))
     facts = [(f.name, quantity(f.value), f.unit, f.source) for f in target.facts]
     show(table(("fact", "value", "unit", "source"), facts, wrap="source"))

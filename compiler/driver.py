@@ -44,7 +44,7 @@ from .frontends.config import LoadedModel
 from .lower.lower import LowerOptions, lower
 from .memory.check import check_plan
 from .memory.plan import memory_need, plan
-from .numerics.verify import GateInputs, Verified, verify_weights
+from .numerics.verify import GateInputs, Verified, cannot_run, verify_weights
 from .pack import weight_entries
 from .passes import PASSES, PassOptions, run_passes
 from .progress import Progress, Stage
@@ -108,6 +108,8 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
     with progress.stage("read model"):
         model = load_model(request.model)
     _warn_template(model, warnings)
+    if request.strict and (why := _not_run(request)):  # before the kernels, not after them
+        warnings.add(f"numerics gate not run: {why}")
     choices = _choose(request, model)
     family = families.family(request.target.family)
     graph = _passes(request, choices, model, progress)
@@ -159,9 +161,8 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         code=binaries.files[binaries.entry],
         quantize=choices.quantize,
         activations=choices.activations,
-        skip=None if request.verify else "--no-verify",
+        skip=_not_run(request),
         batch_invariant=bool(manifest_inputs.batch_invariant),
-        target=request.target,
     )
 
     verified = Verified()
@@ -179,7 +180,7 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         return build_manifest(inputs), more
 
     with progress.stage("write", total=max(1, program.weights_bytes), unit="bytes") as stage:
-        digest = write_artifact(
+        identity = write_artifact(
             request.output,
             members=members,
             weights=weight_entries(program, graph, family),
@@ -189,11 +190,12 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         )
     return CompileResult(
         output=request.output,
-        digest=digest,
+        digest=identity.digest,
+        sha256=identity.sha256,
         model=model,
         target=request.target,
         options=choices.as_options(),
-        decisions=request.decisions,
+        decisions=(*request.decisions, *_defaults(request, choices, model)),
         program=program,
         need=need,
         predicted=predicted,
@@ -201,7 +203,7 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         size=request.output.stat().st_size,
         code_bytes=len(binaries.files[binaries.entry]),
         warnings=warnings.lines(),
-        timings=_separate(progress.timings),
+        timings=tuple(progress.timings),
     )
 
 
@@ -281,6 +283,29 @@ def _choose(request: CompileRequest, model: LoadedModel) -> _Choices:
         max_context=request.max_context or 0,
         dims=tuple(sorted(dict(request.dims).items())),
     )
+
+
+def _not_run(request: CompileRequest) -> str:
+    """Why the numerics gate will not run here; empty when it will."""
+    return cannot_run(request.target) if request.verify else "--no-verify"
+
+
+def _defaults(request: CompileRequest, choices: _Choices, model: LoadedModel) -> list[str]:
+    """Where each setting came from that the request left open, as ``request.decisions`` say it."""
+    config, target = model.config, "target's default"
+    floats = choices.activations == "f32"
+    found: list[tuple[str, object, str]] = []
+    if request.fusion is None:
+        found.append(("fusion", choices.fusion, target))
+    if request.activations is None:
+        source = target if config is not None else "the only choice for this kind of graph"
+        found.append(("activations", choices.activations, source))
+    if config is not None:
+        source = "as float32 activations need it" if floats else target
+        found.append(("kv_dtype", choices.kv_dtype, source))
+        if request.max_context is None:
+            found.append(("max_context", config.max_context, "the model's"))
+    return [f"{name} = {value} ({source})" for name, value, source in found]
 
 
 def _passes(
@@ -403,12 +428,6 @@ def _noted(cache: CompileCache, stage: Stage) -> families.Cache:
         return data, hit
 
     return get_or_build
-
-
-def _separate(timings: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-    """The gate runs inside the write: count its seconds once."""
-    gate = dict(timings).get("numerics", 0.0)
-    return tuple((name, s - gate if name == "write" else s) for name, s in timings)
 
 
 def _bytes_done(stage: Stage) -> Callable[[int, int], None]:

@@ -19,7 +19,6 @@ from rich.progress import (
     SpinnerColumn,
     Task,
     TextColumn,
-    TimeElapsedColumn,
 )
 from rich.progress import Progress as RichBars
 from rich.text import Text
@@ -38,8 +37,8 @@ class Progress(Protocol):
 
     ``with progress.stage("kernels", total=12) as s: s.advance(1)``; ``total`` is None where the
     amount of work is unknown, ``unit`` is ``bytes`` where it is shown in MiB.  ``message`` shows
-    one line that stays.  ``timings`` is the list of finished stages with their wall time in
-    seconds, in order.
+    one line that stays.  ``timings`` is the list of finished stages, in order, each with its own
+    wall time in seconds: without that of stages that ran within it (the gate within the write).
     """
 
     @property
@@ -61,6 +60,48 @@ def amount(done: float, total: float | None, unit: str) -> str:
     return f"{done:.0f}/{total:.0f}"
 
 
+class _Watch:
+    """The seconds of one stage; stands still while a stage within it runs."""
+
+    def __init__(self) -> None:
+        self._spent = 0.0
+        self._since: float | None = time.perf_counter()
+
+    def stop(self) -> None:
+        self._spent, self._since = self.seconds(), None
+
+    def go_on(self) -> None:
+        self._since = time.perf_counter()
+
+    def seconds(self) -> float:
+        running = 0.0 if self._since is None else time.perf_counter() - self._since
+        return self._spent + running
+
+
+class _Timed:
+    """The times of stages, one within another or one after another."""
+
+    def __init__(self) -> None:
+        self.timings: list[tuple[str, float]] = []
+        self._running: list[_Watch] = []
+
+    @contextlib.contextmanager
+    def _time(self, name: str) -> Iterator[_Watch]:
+        """Runs a stage's watch; a stage that fails leaves no time."""
+        if self._running:
+            self._running[-1].stop()
+        watch = _Watch()
+        self._running.append(watch)
+        try:
+            yield watch
+            watch.stop()
+            self.timings.append((name, watch.seconds()))
+        finally:
+            self._running.pop()
+            if self._running:
+                self._running[-1].go_on()
+
+
 class _SilentStage:
     def advance(self, n: int = 1) -> None:
         pass
@@ -69,17 +110,13 @@ class _SilentStage:
         pass
 
 
-class NullProgress:
+class NullProgress(_Timed):
     """Shows nothing; keeps the timings."""
-
-    def __init__(self) -> None:
-        self.timings: list[tuple[str, float]] = []
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Stage]:
-        start = time.perf_counter()
-        yield _SilentStage()
-        self.timings.append((name, time.perf_counter() - start))
+        with self._time(name):
+            yield _SilentStage()
 
     def message(self, text: str) -> None:
         pass
@@ -99,11 +136,11 @@ class _NotedStage:
         self.last = text
 
 
-class PlainProgress:
+class PlainProgress(_Timed):
     """One line per finished stage, for logs and pipes."""
 
     def __init__(self, out: TextIO | None = None) -> None:
-        self.timings: list[tuple[str, float]] = []
+        super().__init__()
         self._out = out
 
     def _print(self, text: str) -> None:
@@ -111,13 +148,11 @@ class PlainProgress:
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Stage]:
-        start = time.perf_counter()
         stage = _NotedStage()
-        yield stage
-        seconds = time.perf_counter() - start
-        self.timings.append((name, seconds))
+        with self._time(name) as watch:
+            yield stage
         count = amount(stage.done, total, unit)
-        self._print(f"{name:<12}{seconds:8.2f} s  {count or stage.last}".rstrip())
+        self._print(f"{name:<12}{watch.seconds():8.2f} s  {count or stage.last}".rstrip())
 
     def message(self, text: str) -> None:
         self._print(text)
@@ -132,11 +167,21 @@ class _AmountColumn(ProgressColumn):
         return Text(shown or task.fields["note"], style="green" if shown else "dim")
 
 
+class _SecondsColumn(ProgressColumn):
+    """The stage's own seconds so far."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.fields['watch'].seconds():8.2f} s", style="progress.elapsed")
+
+
 class _RichStage:
-    def __init__(self, bars: RichBars, name: str, total: int | None, unit: str) -> None:
+    def __init__(
+        self, bars: RichBars, name: str, total: int | None, unit: str, watch: _Watch
+    ) -> None:
         self._bars = bars
+        counted = total is not None
         self._id = bars.add_task(
-            name, total=total or None, note="", unit=unit, counted=total is not None
+            name, total=total or None, note="", unit=unit, counted=counted, watch=watch
         )
 
     def advance(self, n: int = 1) -> None:
@@ -152,16 +197,16 @@ class _RichStage:
         self._bars.stop_task(self._id)
 
 
-class RichProgress:
+class RichProgress(_Timed):
     """A live line per stage, for terminals.  Use as a context manager around the compile."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.timings: list[tuple[str, float]] = []
+        super().__init__()
         self._bars = RichBars(
             SpinnerColumn(finished_text="[green]✓"),
             TextColumn("{task.description:<12}"),
             BarColumn(bar_width=24),
-            TimeElapsedColumn(),
+            _SecondsColumn(),
             _AmountColumn(),
             console=console if console is not None else Console(stderr=True),
         )
@@ -175,11 +220,10 @@ class RichProgress:
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Stage]:
-        start = time.perf_counter()
-        stage = _RichStage(self._bars, name, total, unit)
-        yield stage
-        stage.close()
-        self.timings.append((name, time.perf_counter() - start))
+        with self._time(name) as watch:
+            stage = _RichStage(self._bars, name, total, unit, watch)
+            yield stage
+            stage.close()
 
     def message(self, text: str) -> None:
         self._bars.console.print(text, markup=False, highlight=False)

@@ -60,6 +60,7 @@ class CompileResult:
 
     output: Path
     digest: str
+    sha256: str
     model: LoadedModel
     target: Target
     options: dict[str, str | int | bool]
@@ -78,7 +79,8 @@ class CompileResult:
         need, options = self.need, self.options
         calls = sum(len(e.calls) for e in self.program.entry_points)
         rows = [
-            ("artifact", f"{mib(self.size)}, sha256 {self.digest[:16]}"),
+            ("artifact", f"{mib(self.size)}, digest {self.digest[:16]}"),
+            ("sha256", self.sha256),
             ("model", f"{self.model.name}, {self.model.parameters:,} parameters"),
             ("target", f"{self.target.name}: {self.target.description}"),
             (
@@ -99,7 +101,7 @@ class CompileResult:
             rows += [(label if i == 0 else "", line) for i, line in enumerate(lines)]
         rows.append(("time", ", ".join(f"{name} {s:.1f} s" for name, s in self.timings)))
         if need.contexts:
-            rows.insert(6, ("context", contexts_text(need.contexts)))
+            rows.insert(7, ("context", contexts_text(need.contexts)))
         return rows
 
     def _formats(self) -> str:
@@ -147,6 +149,7 @@ class CompileResult:
         return {
             "output": str(self.output),
             "digest": self.digest,
+            "sha256": self.sha256,
             "size": self.size,
             "code_bytes": self.code_bytes,
             "model": {"name": self.model.name, "parameters": self.model.parameters},

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from zerolayer.compiler.artifact import writer
-from zerolayer.compiler.artifact.writer import WeightEntry, write_artifact
+from zerolayer.compiler.artifact.writer import WeightEntry, Written, write_artifact
 from zerolayer.runtime_stub.container import open_artifact
 from zerolayer.runtime_stub.errors import IntegrityError, ResourceError, UsageError
 from zerolayer.runtime_stub.layout import HEADER_BYTES
@@ -44,7 +44,7 @@ def write(
     out: Path,
     weights: list[WeightEntry] | None = None,
     members: Mapping[str, bytes] | None = None,
-) -> str:
+) -> Written:
     if weights is None:
         weights = [entry("a", b"\1" * 100), entry("b", b"\2" * 70_000), entry("c", b"\3", "t")]
     return write_artifact(
@@ -62,7 +62,8 @@ def leftovers(folder: Path) -> list[str]:
 
 def test_round_trip_and_layout(tmp_path: Path) -> None:
     out = tmp_path / "x.zla"
-    digest = write(out)
+    digest, sha256 = write(out)
+    assert sha256 == hashlib.sha256(out.read_bytes()).hexdigest() != digest
     raw = out.read_bytes()
     assert raw.startswith(b"#!/usr/bin/env python3\n# zerolayer artifact, format 1.0")
     # computed by hand: a at 0, b at 128 (64-byte aligned), t at the next 64 KiB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 from cli_run import zerolayer
-from zerolayer.runtime_stub import errors
+from zerolayer.runtime_stub import detect, errors
 
 
 def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
@@ -61,6 +62,7 @@ def test_json_is_all_there_is_on_stdout(tiny_llama: Path, tmp_path: Path) -> Non
     result = done.json()
     assert result["output"] == str(out)
     assert result["size"] == out.stat().st_size
+    assert result["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
     assert result["options"]["fusion"] == "conservative"
     assert result["options"]["activations"] == "f32"
     assert result["numerics"]["status"] == "passed"
@@ -69,7 +71,10 @@ def test_json_is_all_there_is_on_stdout(tiny_llama: Path, tmp_path: Path) -> Non
         "model = tiny-llama (command line)",
         "quantize = keep (default)",
         "fusion = conservative (system_config.toml:2)",
+        "activations = f32 (command line)",
         "hardware.nvlink_enabled = false (system_config.toml:4)",
+        "kv_dtype = f32 (as float32 activations need it)",
+        "max_context = 96 (the model's)",
     ]
 
 
@@ -98,10 +103,61 @@ def test_the_same_bytes_from_other_places(
     assert digests == {hashlib.sha256(tiny_artifact.read_bytes()).hexdigest()}
 
 
+def test_what_the_target_decides_is_told_too(tiny_llama: Path, tmp_path: Path) -> None:
+    from zerolayer.targets.facts import resolve_host
+
+    options = ("--target", "host", "--no-verify", "--max-context", "64", "-o", tmp_path / "a.zla")
+    target = resolve_host()
+    result = zerolayer("compile", tiny_llama, *options, "--json").json()
+    assert result["decisions"] == [
+        f"target = {target.name} (host, command line)",
+        "model = tiny-llama (command line)",
+        "quantize = keep (default)",
+        "max_context = 64 (command line)",
+        f"fusion = {target.choice('fusion')} (target's default)",
+        f"activations = {target.choice('activations')} (target's default)",
+        f"kv_dtype = {target.choice('kv_dtype')} (target's default)",
+    ]
+
+
+def test_the_progress_and_the_summary_tell_the_same_seconds(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    done = zerolayer("compile", tiny_llama, "--target", "x86-64-v3", "-o", tmp_path / "a.zla")
+    assert done.code == 0, done.err
+    shown = dict(re.findall(r"^([a-z ]+?) +([0-9.]+) s", done.err, re.MULTILINE))
+    (line,) = re.findall(r"^time +(.*)$", done.out, re.MULTILINE)
+    told = dict(re.findall(r"([a-z ]+?) ([0-9.]+) s", line.replace(", ", ",").replace(",", "\n")))
+    assert list(shown) == list(told) and {"numerics", "write"} <= set(told)
+    for name, seconds in told.items():
+        assert abs(float(shown[name]) - float(seconds)) <= 0.0551, name  # 0.05 and 0.005 rounded
+    assert re.search(r"^artifact .* digest [0-9a-f]{16}$", done.out, re.MULTILINE)
+    raw = (tmp_path / "a.zla").read_bytes()
+    assert re.search(rf"^sha256 +{hashlib.sha256(raw).hexdigest()}$", done.out, re.MULTILINE)
+
+
+def test_strict_finds_out_before_the_kernels_that_the_gate_cannot_run(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("compile", tiny_llama, "--target", "x86-64-v3", "-o", tmp_path / "a.zla")
+    done = zerolayer(*arguments, "--strict", "--no-verify")
+    done.one_error(4, "numerics gate not run: --no-verify")
+    assert "read model" in done.err and "kernels" not in done.err
+    facts = detect.host_facts(mask=["avx2"])
+    monkeypatch.setattr(detect, "host_facts", lambda: facts)
+    done = zerolayer(*arguments, "--strict")
+    done.one_error(4, "the build host cannot execute x86-64-v3 code")
+    assert "read model" in done.err and "kernels" not in done.err
+    assert not (tmp_path / "a.zla").exists()
+
+
 def test_inspect(tiny_artifact: Path) -> None:
     summary = zerolayer("inspect", tiny_artifact)
     assert (summary.code, summary.err) == (0, "")
     assert "x86-64-v3" in summary.out
+    assert "max_context the model's (96)" in summary.out
+    told = zerolayer("targets", "x86-64-v3").out
+    assert "the model's; 4,096 where a model names none" in told
     as_json = zerolayer("inspect", tiny_artifact, "--json").json()
     assert as_json["target"] == "x86-64-v3"
     assert as_json["bytes"] == tiny_artifact.stat().st_size

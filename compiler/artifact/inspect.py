@@ -93,6 +93,7 @@ def summary(artifact: Artifact) -> dict[str, Any]:
         "stored_formats": _formats(manifest),
         "numerics": _mapping(manifest, "numerics"),
         "options": _mapping(manifest, "options"),
+        "max_context": _mapping(manifest, "limits").get("max_context"),
         "tools": _mapping(manifest, "tools"),
     }
 

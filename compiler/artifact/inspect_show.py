@@ -38,6 +38,16 @@ def render(artifact: Artifact, view: str = "", columns: int = 120) -> Renderable
     return _pairs(_summary(data))
 
 
+def _options(data: Mapping[str, Any]) -> object:
+    """The options, and what the context is where none was asked for (0)."""
+    options, most = data.get("options"), data.get("max_context")
+    if not isinstance(options, Mapping) or options.get("max_context") != 0:
+        return options
+    if not isinstance(most, int):  # a graph that is not a language model has no context
+        return {name: value for name, value in options.items() if name != "max_context"}
+    return {**options, "max_context": f"the model's ({most:,})"}
+
+
 def _summary(data: Mapping[str, Any]) -> dict[str, str]:
     """The summary's data as (label, text)."""
     requires, numerics = data.get("requires") or {}, data.get("numerics") or {}
@@ -62,7 +72,7 @@ def _summary(data: Mapping[str, Any]) -> dict[str, str]:
         "tensors": ", ".join(f"{n} {_plain(name)}" for name, n in formats.items()) or "none",
         "numerics": _plain(numerics.get("status", "not run")),
         **({"batch-invariant": "yes" if promise is True else "no"} if promise is not None else {}),
-        "options": _items(data.get("options")),
+        "options": _items(_options(data)),
         "built with": _items(data.get("tools")),
     }
     if "kl" in numerics:

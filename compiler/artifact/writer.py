@@ -1,8 +1,8 @@
 """Writes the artifact: one tensor at a time, to a temporary name, renamed when it is whole.
 
 In: the manifest (without what only the writer knows), the ZIP's members, the weights as entries
-that produce their bytes when asked, the header page's text.  Out: the file, its digest.  Next file:
-``runtime_stub/container.py``, which reads it back.
+that produce their bytes when asked, the header page's text.  Out: the file, its digest, its sha256.
+Next file: ``runtime_stub/container.py``, which reads it back.
 
 Memory stays near one tensor: a second thread hashes and writes while the caller's ``produce`` packs
 the next one, with a bounded number of bytes between them.  The header page is written last, so a
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from zerolayer.runtime_stub import layout
 from zerolayer.runtime_stub.errors import ResourceError, UsageError
@@ -97,6 +97,19 @@ class _Output:
     needed: int
     written: int = 0
     hashes: list[str] = field(default_factory=list)
+    whole: Any = field(default_factory=hashlib.sha256)  # of the file, header page first
+
+
+class Written(NamedTuple):
+    """What identifies a finished artifact, 64 hexadecimal digits each.
+
+    ``digest`` is of the manifest, which holds the hash of everything else: it is inside the file,
+    and names it where only a part was read.  ``sha256`` is of the file's bytes, as ``sha256sum``
+    prints it.
+    """
+
+    digest: str
+    sha256: str
 
 
 def canonical_json(value: object) -> bytes:
@@ -182,8 +195,8 @@ def write_artifact(
     manifest: Mapping[str, Any] | None = None,
     finish: Finish | None = None,
     progress: Progress | None = None,
-) -> str:
-    """Writes the artifact ``out`` and returns its digest (64 hexadecimal digits).
+) -> Written:
+    """Writes the artifact ``out`` and returns what identifies it.
 
     ``manifest`` must not have the keys ``format``, ``header``, ``files``, ``weights``, ``digest``:
     they are added here.  ``finish``, called between weights and ZIP, returns a manifest (in place
@@ -200,6 +213,7 @@ def write_artifact(
     with _temporary(out, needed) as output:
         os.lseek(output.fd, HEADER_BYTES, os.SEEK_SET)
         output.written = HEADER_BYTES
+        output.whole.update(header)
         _write_weights(output, sections, region, progress)
         everything = dict(members)
         if finish is not None:
@@ -212,9 +226,10 @@ def write_artifact(
         )
         for piece in zip_bytes({**everything, layout.MANIFEST: complete}):
             _write(output, piece)
+        sha256 = output.whole.hexdigest()
         os.lseek(output.fd, 0, os.SEEK_SET)
         _write(output, header)
-    return digest
+    return Written(digest, sha256)
 
 
 # -- plan ------------------------------------------------------------------------------------------
@@ -456,6 +471,7 @@ class _Blocks:
 def _write(output: _Output, data: Chunk) -> None:
     """Writes all of ``data`` at the current position, in pieces that end with a block."""
     view = memoryview(data)
+    output.whole.update(view)
     while view:
         try:
             count = os.write(output.fd, view[: _WRITE - output.written % _BLOCK])
