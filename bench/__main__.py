@@ -23,6 +23,7 @@ from bench.measure import (
     measure,
     profile,
 )
+from bench.needs import need
 from bench.plot import draw
 from bench.report import write_readme, write_report
 from bench.results import SUITE, Results, verdict
@@ -109,12 +110,14 @@ def report(place: Place, docs: Path) -> None:
     drawn = draw(results, verdicts, kernels, docs)
     write_report(results, verdicts, works, kernels, docs / "performance.md", drawn)
     if docs.resolve() == (ROOT / "docs").resolve():
-        write_readme(verdicts, ROOT / "README.md")
+        write_readme(results, verdicts, ROOT / "README.md")
     print(f"wrote {docs / 'performance.md'}")
 
 
 def main() -> int:
     options = arguments()
+    if not options.compile_only:
+        need("matplotlib")  # now, not after hours of measuring
     peers = options.peers.resolve()
     raw = (options.results or peers / "results.jsonl").resolve()
     place = Place(peers, raw, not options.no_verify)

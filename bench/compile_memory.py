@@ -1,7 +1,8 @@
 """Peak memory and time of compiling a 1.1B model with random weights (TinyLlama's shape, bf16).
 
-``python bench/compile_memory.py [--layers N] [compile options]``: makes the model itself, shard by
-shard, in a temporary folder (2.2 GB), compiles it in a child process, and prints one JSON object:
+``python bench/compile_memory.py [--target TARGET] [--layers N] [compile options]``: makes the model
+itself, shard by shard, in a temporary folder (2.2 GB), compiles it in a child process, and prints
+one JSON object:
 
 * ``peak_rss_bytes``: largest resident size of any one process, which includes pages of mapped files
 * ``peak_anonymous_bytes``: largest sum over the process tree of memory that is not a file's
@@ -21,10 +22,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-from tokenizers import Tokenizer, models, pre_tokenizers
+sys.path.append(str(Path(__file__).parent.parent))
+
+from bench.needs import late, need
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+else:
+    np = late("numpy")
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCAB, LAYERS = 2048, 5632, 32, 4, 32000, 22
 HEAD_DIM = HIDDEN // HEADS
@@ -113,6 +121,9 @@ def make_model(folder: Path, layers: int) -> int:
 def write_tokenizer(folder: Path) -> None:
     """A word-level tokenizer of the vocabulary's size: its content does not matter here."""
     vocab = {"<s>": 1, "</s>": 2, "<unk>": 0} | {f"w{i}": i for i in range(3, VOCAB)}
+    need("tokenizers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<s>", "</s>"])
@@ -180,14 +191,19 @@ def measure(command: list[str]) -> dict[str, object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    arguments, options = parser.parse_known_args()
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        epilog="Other options go to `zerolayer compile`.",
+    )
+    parser.add_argument("--target", default="x86-64-v3", help="as of compile; default %(default)s")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="default %(default)s")
+    arguments, more = parser.parse_known_args()
+    options = ["--target", arguments.target, *more]
+    need("zerolayer.compiler.cli")  # before the model is made
     with tempfile.TemporaryDirectory(prefix="compile-memory-") as name:
         model, out = Path(name, "tinyllama-shape"), Path(name, "out.zla")
         model.mkdir()
         parameters = make_model(model, arguments.layers)
-        options = options or ["--target", "x86-64-v3"]
         command = [sys.executable, "-c", "from zerolayer.compiler.cli import main; main()"]
         result = measure([*command, "compile", str(model), "-o", str(out), "--json", *options])
         size = out.stat().st_size if out.exists() else 0

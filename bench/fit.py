@@ -17,10 +17,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-
+from bench.needs import late
 from bench.sweep import LEVELS, Point
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = late("numpy")
 
 FORKS = LEVELS[:2]
 CACHED_BYTES = 16 << 20  # what ceilings.c reads from the last cache

@@ -7,6 +7,7 @@ process to the first character of generated text, medians over processes with a 
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import statistics
@@ -17,6 +18,10 @@ import time
 import zipfile
 from collections import Counter
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+from bench.needs import need
 
 RUNS = 7
 HEADER = 64 * 1024  # the page of text in front of the weights
@@ -80,15 +85,25 @@ def report(path: Path) -> dict[str, object]:
 
 
 def main() -> int:
-    if len(sys.argv) > 1:
-        print(json.dumps(report(Path(sys.argv[1]))))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "file",
+        type=Path,
+        nargs="?",
+        metavar="FILE",
+        help="an artifact; without one, the demo model is fetched and compiled for this host",
+    )
+    file = parser.parse_args().file
+    if file is not None:
+        if not zipfile.is_zipfile(file):
+            parser.error(f"{file} is not an artifact")
+        print(json.dumps(report(file)))
         return 0
-    from zerolayer.compiler.demo import fetch_demo_model
-
+    demo = need("zerolayer.compiler.demo")
     with tempfile.TemporaryDirectory(prefix="footprint-") as name:
         out = Path(name, "smollm2.zla")
         command = [sys.executable, "-c", "from zerolayer.compiler.cli import main; main()"]
-        command += ["compile", str(fetch_demo_model()), "--target", "host", "-o", str(out)]
+        command += ["compile", str(demo.fetch_demo_model()), "--target", "host", "-o", str(out)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         print(json.dumps(report(out)))
     return 0

@@ -1,8 +1,8 @@
 """Runs the suites: systems in turn, one process for each measurement, results as JSON lines.
 
 In: suites, the peers' folder.  Out: lines appended to the results file, each one a process:
-``{"suite", "system", "round", "wall_s", ...what the runner printed}``, or with ``error``.
-Next file: ``results.py``.
+``{"suite", "system", "round", "commit", "date", "wall_s", ...what the runner printed}``, or with
+``error``.  Next file: ``results.py``.
 
 Artifacts are compiled first, and again when the compiler's sources have changed.  Then every file
 of a suite is dropped from the page cache and read again: how a file lies there, in small pages or
@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -181,12 +182,25 @@ def read_again(path: Path) -> int:
     return count
 
 
+def commit() -> str:
+    """The commit that this is run from."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def today() -> str:
+    """The date, in UTC."""
+    return datetime.now(timezone.utc).date().isoformat()
+
+
 def measure(place: Place, suite: Suite, rounds: int, ceilings: Path) -> None:
     """Every run of a suite."""
     for path in {place.model(s) for s in suite.systems if not place.missing(s)}:
         read_again(path)
+    when = {"commit": commit(), "date": today()}
     for index, system in runs(suite, rounds):
-        line: dict[str, Any] = {"suite": suite.name, "round": index}
+        line: dict[str, Any] = {"suite": suite.name, "round": index, **when}
         if system is None:
             line["system"] = CEILINGS
             line |= measured([str(ceilings), str(suite.threads)], suite.threads)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.needs import need
 from bench.results import Results, Verdict
 
 NAME = "roofline"
@@ -30,6 +31,7 @@ def draw(
     lines = [v for v in verdicts if v.roof is not None]
     if not lines and not kernels:
         return ""
+    need("matplotlib")
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fit import CACHED_BYTES, Fit
+from bench.needs import need
 from bench.sweep import LEVELS, Point, ratios
 
 NAME = "fusion"
@@ -21,6 +22,7 @@ KINDS = {"Q4_0": ("4-bit", "o", "-"), "F32": ("float32", "s", "--")}
 
 def draw(found: list[Point], fits: Mapping[tuple[int, str], Fit], folder: Path) -> None:
     """Both files."""
+    need("matplotlib")
     import matplotlib as mpl
 
     mpl.use("Agg")

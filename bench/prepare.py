@@ -20,18 +20,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import gguf
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bench import compile_memory as tiny
 from bench import sweep_models
 from bench.matrix import CONVERTERS, PEERS
+from bench.needs import late, need
 from bench.sweep import Shape
 
-Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    import gguf
+    import numpy as np
+    import numpy.typing as npt
+else:
+    gguf, np = late("gguf"), late("numpy")
+
+Array: TypeAlias = "npt.NDArray[Any]"
 QUANTIZE = """
 import sys, llama_cpp as l
 p = l.llama_model_quantize_default_params()
@@ -311,6 +315,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="products whose name has a WORD")
     parser.add_argument("--install", action="store_true", help="make missing environments first")
     arguments = parser.parse_args()
+    need("gguf")  # now, not after the environments were made
     peers = arguments.peers.resolve()
     if arguments.install:
         peers.mkdir(parents=True, exist_ok=True)

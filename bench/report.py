@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from bench.matrix import OURS, SUITES, Line, Suite, System
+from bench.measure import commit, today
 from bench.report_fusion import sweep_parts
 from bench.results import SUITE, Results, Stat, Verdict, roof_part
 from bench.work import Work
@@ -101,11 +100,33 @@ def versions(results: Results) -> str:
     return "; ".join(known) or "no peer measured"
 
 
-def commit() -> str:
-    """The commit measured."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+def when(results: Results) -> str:
+    """Dates and commits of the measurement, as its lines tell; of now where they do not."""
+    told = {(x["date"], x["commit"]) for x in results.lines if "date" in x and "commit" in x}
+    known = sorted(told) or [(today(), commit())]
+    dates = sorted({date for date, _ in known})
+    commits = list(dict.fromkeys(which for _, which in known))
+    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"Measured {span}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+
+
+def data_caches() -> list[tuple[int, str]]:
+    """(level, size like ``32768K``) of the caches for data."""
+    out = []
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = ((index / n).read_text().strip() for n in ("level", "type", "size"))
+        if kind != "Instruction":
+            out.append((int(level), size))
+    return out
+
+
+def last_cache() -> int:
+    """Bytes of the last-level cache; 0 when the system does not tell."""
+    known = [(level, size) for level, size in data_caches() if size[:-1].isdigit()]
+    if not known:
+        return 0
+    size = max(known)[1]
+    return int(size[:-1]) * {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[size[-1]]
 
 
 def machine() -> str:
@@ -114,11 +135,7 @@ def machine() -> str:
     fields = {
         k.strip(): v.strip() for k, _, v in (line.partition(":") for line in info.splitlines())
     }
-    caches = []
-    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        level, kind = ((index / n).read_text().strip() for n in ("level", "type"))
-        if kind != "Instruction":
-            caches.append(f"L{level} {(index / 'size').read_text().strip()}")
+    caches = [f"L{level} {size}" for level, size in data_caches()]
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     family, model = fields.get("cpu family"), fields.get("model")
     name = f"{fields.get('model name')} (family {family}, model {model})"
@@ -201,8 +218,9 @@ def fusion_table(results: Results, works: Mapping[str, Work]) -> list[str]:
     return out
 
 
-def calls_table(title: str, rows: list[dict[str, Any]], roof: str) -> list[str]:
-    """Kernels of one step."""
+def calls_table(title: str, rows: list[dict[str, Any]], roof: str, cache: int) -> list[str]:
+    """Kernels of one step; ``cache`` is the bytes of the last-level cache."""
+    notes: dict[str, None] = {}
     out = [
         f"### {title}",
         "",
@@ -211,17 +229,45 @@ def calls_table(title: str, rows: list[dict[str, Any]], roof: str) -> list[str]:
     ]
     for row in sorted(rows, key=lambda r: -float(r["ns"])):
         us, share = row["ns"] / 1e3, 100 * row["share"]
-        rates = f"{row['gbs']:.1f} | {row['gops']:.1f} | {percent(row['part'])}"
+        mark, note = over(row, roof, cache)
+        notes |= {note: None} if note else {}
+        rates = f"{row['gbs']:.1f} | {row['gops']:.1f} | {percent(row['part'])}{mark}"
         out.append(f"| {row['group']} | {row['count']} | {us:.0f} | {share:.1f} % | {rates} |")
-    return [*out, ""]
+    return [*out, "", *(line for note in notes for line in (note, ""))]
+
+
+def over(row: Mapping[str, Any], roof: str, cache: int) -> tuple[str, str]:
+    """A mark for more than 100 % of the ceiling, and what it means.
+
+    What the cache cannot have held came from memory: where that alone was faster than the measured
+    read, the ceiling was too low.  Otherwise the cache may explain it.
+    """
+    part = row["part"]
+    if part is None or part <= 1:
+        return "", ""
+    cached = roof == "read"  # operations are not
+    fetched = 1 - cache / max(row["bytes"], 1) if cached else 1.0
+    above = f"Above 100 % of the {roof} measured in its round"
+    if part * fetched > 1:
+        why = f" and its bytes do not fit the last-level cache ({mb(cache)})" if cached else ""
+        return " \\*", (
+            f"\\* {above}{why}: the ceiling of that round was lower than the machine can do."
+        )
+    return " +", (
+        f"\\+ {above}: part of its bytes may have stayed in the last-level cache ({mb(cache)})."
+    )
+
+
+def mb(nbytes: int) -> str:
+    """``34 MB``."""
+    return f"{nbytes / 1e6:.0f} MB"
 
 
 def measured(results: Results) -> str:
     """When, what, on what."""
-    today = datetime.now(timezone.utc).date().isoformat()
     rounds = max((x["round"] + 1 for x in results.lines), default=0)
     facts = (
-        f"Measured {today}, commit {commit()}, at most {rounds} processes of each system.",
+        f"{when(results)}, at most {rounds} processes of each system.",
         f"Machine: {machine()}.",
         f"Versions: {versions(results)}.",
     )
@@ -231,9 +277,15 @@ def measured(results: Results) -> str:
 README_LINES = (
     "decode, SmolLM2 Q4_1, same file, 2 threads",
     "decode, SmolLM2, 4-bit, 2 threads",
-    "prefill, SmolLM2, 4-bit, 2 threads",
+    "decode, SmolLM2, 4-bit, 1 thread",
+    "decode, SmolLM2, 16-bit, 2 threads",
     "decode, 1.1B, 4-bit, 2 threads",
+    "decode, 1.1B, 4-bit, 1 thread",
+    "decode, 1.1B, 16-bit, 2 threads",
+    "prefill, SmolLM2, 4-bit, 2 threads",
+    "prefill, SmolLM2, 4-bit, 1 thread",
     "prefill, 1.1B, 4-bit, 2 threads",
+    "prefill, 1.1B, 4-bit, 1 thread",
     "decode, batch 8, SmolLM2",
     "start to first token, SmolLM2",
     "peak memory, SmolLM2 Q4_1",
@@ -241,17 +293,29 @@ README_LINES = (
 RATIOS = ("<!-- ratios -->\n", "<!-- end of ratios -->\n")
 
 
-def write_readme(verdicts: Sequence[Verdict], path: Path) -> None:
-    """The ratios between the README's two marks; as they were when nothing was measured."""
+def write_readme(results: Results, verdicts: Sequence[Verdict], path: Path) -> None:
+    """The ratios between the README's two marks; as they were when nothing was measured.
+
+    The least of all ratios is among them, whatever line it is of; below the table, how many lines
+    met their goal.
+    """
+    measured = [(v, v.ratio, v.peer[0].name) for v in verdicts if v.ratio is not None and v.peer]
+    least = min((ratio for _, ratio, _ in measured), default=0.0)
     rows = [
-        f"| {v.line.work} | {v.ratio:.1f}x | {v.peer[0].name} |"
-        for v in verdicts
-        if v.ratio is not None and v.peer is not None and v.line.work in README_LINES
+        f"| {v.line.work} | {ratio:.2f}x | {peer} |"
+        for v, ratio, peer in measured
+        if v.line.work in README_LINES or ratio == least
     ]
+    met, slower = sum(v.met is True for v, _, _ in measured), sum(r < 1 for _, r, _ in measured)
+    tail = (
+        f"{when(results)}. The least ratio of all {len(measured)} lines measured is {least:.2f}x;"
+        f" {slower} of them {'is' if slower == 1 else 'are'} behind the best peer, {met} reach the"
+        " goal that the project set itself before measuring."
+    )
     before, found, rest = path.read_text(encoding="utf-8").partition(RATIOS[0])
     _old, ended, after = rest.partition(RATIOS[1])
     if rows and found and ended:
-        table = "\n".join(["| work | ratio | best peer |", "|---|---|---|", *rows])
+        table = "\n".join(["| work | ratio | best peer |", "|---|---|---|", *rows, "", tail])
         path.write_text(f"{before}{RATIOS[0]}{table}\n{RATIOS[1]}{after}", encoding="utf-8")
 
 
@@ -268,7 +332,9 @@ def write_report(
     times = [
         row
         for title, rows in kernels.items()
-        for row in calls_table(title, rows, "int8 peak" if "prefill" in title else "read")
+        for row in calls_table(
+            title, rows, "int8 peak" if "prefill" in title else "read", last_cache()
+        )
     ]
     picture = "![Achieved against the machine's limits, per kernel and per model]"
     parts = {

@@ -6,11 +6,16 @@ In: a shape and a format.  Out: a GGUF file.  Next file: ``prepare.py``.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import gguf
-import numpy as np
-
+from bench.needs import late
 from bench.sweep import SHAPES, Shape
+
+if TYPE_CHECKING:
+    import gguf
+    import numpy as np
+else:
+    gguf, np = late("gguf"), late("numpy")
 
 
 def names_and_shapes(shape: Shape) -> list[tuple[str, tuple[int, ...]]]:

@@ -120,13 +120,93 @@ def test_the_readme_has_the_ratios_between_its_marks(
     readme = tmp_path / "README.md"
     readme.write_text("a\n<!-- ratios -->\nold\n<!-- end of ratios -->\nz\n", encoding="utf-8")
     verdicts = [results.verdict(measured, line, {}) for line in LINES]
-    report.write_readme(verdicts, readme)
+    for line in measured.lines:
+        line |= {"date": "2026-01-02", "commit": "abc123"}
+    report.write_readme(measured, verdicts, readme)
     text = readme.read_text(encoding="utf-8")
-    assert "| decode, SmolLM2 Q4_1, same file, 2 threads | 4.0x | llama.cpp Q4_1 |" in text
+    assert "| decode, SmolLM2 Q4_1, same file, 2 threads | 4.00x | llama.cpp Q4_1 |" in text
+    known = {v.line.work: v.ratio for v in verdicts if v.ratio is not None}
+    least = min(known.values())  # peak memory and prefill are as large as the peers'
+    assert least == 1.0 and "| prefill, SmolLM2, 8-bit, 2 threads | 1.00x |" not in text
+    assert (
+        f"Measured 2026-01-02, commit abc123. The least ratio of all {len(known)} lines measured is"
+        " 1.00x; 0 of them are behind the best peer, "
+    ) in text
     assert "old" not in text and text.startswith("a\n") and text.endswith("z\n")
     assert set(report.README_LINES) <= {line.work for line in LINES}
     marks = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(mark in marks for mark in report.RATIOS)
+
+
+def test_the_readme_hides_no_loss(measured: results.Results, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- ratios -->\n<!-- end of ratios -->\n", encoding="utf-8")
+    lines = [
+        *(line for line in LINES if line.work == "decode, SmolLM2, 4-bit, 2 threads"),
+        Line("another", "smollm2-2", "prefill", 1.5),  # not one of README_LINES
+    ]
+    for process_ in measured.of("smollm2-2", "zerolayer Q4_1"):
+        process_["prefill_s"] = 2.0  # the peers take 1.0
+    report.write_readme(measured, [results.verdict(measured, x, {}) for x in lines], readme)
+    text = readme.read_text(encoding="utf-8")
+    assert "| another | 0.50x | " in text
+    assert "| decode, SmolLM2, 4-bit, 2 threads | 1.60x |" in text
+    assert "is 0.50x; 1 of them is behind the best peer" in text
+
+
+def test_a_kernel_above_its_ceiling_is_explained() -> None:
+    row = {"group": "k", "count": 1, "ns": 1000, "share": 1.0, "gbs": 40.0, "gops": 1.0}
+    for nbytes, part, mark, word in (
+        (100e6, 0.99, "99 % |", ""),
+        (100e6, 1.5, r"150 % \*", "do not fit the last-level cache (30 MB): the ceiling of that"),
+        (100e6, 1.05, "105 % +", "may have stayed in the last-level cache (30 MB)"),  # 70 of 100
+        (20e6, 1.5, "150 % +", "may have stayed"),
+    ):
+        text = "\n".join(
+            report.calls_table("t", [{**row, "bytes": nbytes, "part": part}], "read", int(30e6))
+        )
+        assert mark in text and word in text
+        assert ("Above" in text) == (part > 1)
+    text = "\n".join(
+        report.calls_table("t", [{**row, "bytes": 1.0, "part": 1.01}], "int8 peak", int(30e6))
+    )
+    assert "Above 100 % of the int8 peak measured in its round: the ceiling of that round" in text
+
+
+SCRIPTS = ("bench/footprint.py", "bench/compile_memory.py", "bench/start.py", "bench/neighbours.py")
+NOTHING_INSTALLED = {"PATH": os.environ["PATH"]}
+
+
+@pytest.mark.parametrize("what", [*SCRIPTS, "bench", "bench.prepare"])
+def test_help_needs_nothing_installed(what: str) -> None:
+    """``-S`` hides every package."""
+    how = [what] if what in SCRIPTS else ["-m", what]
+    command = [sys.executable, "-S", *how, "--help"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=NOTHING_INSTALLED, check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "usage:" in done.stdout
+    assert what != "bench/compile_memory.py" or "--target" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module"),
+    [
+        (["-m", "bench.prepare", "--peers", "x"], "gguf"),
+        (["-m", "bench", "--peers", "x"], "matplotlib"),
+        (["bench/compile_memory.py"], "zerolayer"),
+        (["bench/footprint.py"], "zerolayer"),
+    ],
+)
+def test_what_is_not_installed_is_named_in_one_line(arguments: list[str], module: str) -> None:
+    command = [sys.executable, "-S", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=NOTHING_INSTALLED, check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: no module {module}")
+    assert done.stderr.endswith("pip install -e .[dev,bench]\n") and done.stderr.count("\n") == 1
 
 
 def test_a_runners_options(monkeypatch: pytest.MonkeyPatch) -> None:
