@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from zerolayer.runtime_stub.errors import (
     UsageError,
     ZerolayerError,
 )
-from zerolayer.targets.facts import Fact, Requires, Target
+from zerolayer.targets.facts import Fact, Requires, Target, load_target
 
 FULL = """\
 # the file of the original design
@@ -109,6 +110,23 @@ def test_the_command_line_wins_and_that_is_recorded(tmp_path: Path) -> None:
         "target = zen4 (command line, over"
         " hardware.default_gpu_family = h100 (system_config.toml:3))"
     )
+
+
+def test_the_documented_file_fits_the_target_it_is_given_with(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "system_config.md").read_text(encoding="utf-8")
+    first, gpu = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (target,) = re.findall(r"--target (\S+) --config", page)
+    config = load_system_config(write(tmp_path, first))
+    agreed = check_assertions(config, load_target(target))
+    assert [d.name for d in agreed] == ["hardware.cores", "hardware.memory_bandwidth_gbps"]
+    wrong = first.replace("460.8", "230")
+    with pytest.raises(InputFileError) as caught:
+        check_assertions(load_system_config(write(tmp_path, wrong)), load_target(target))
+    shown = str(caught.value.one_line()).partition("system_config.toml")[2]
+    assert f"error: system_config.toml{shown.partition(';')[0]}"[:120] in page
+    config = load_system_config(write(tmp_path, gpu))  # checked, though no target fits
+    with pytest.raises(UnsupportedError, match="this version has no such target"):
+        choose(config, model=Path("m"), target=None, quantize=None, fusion=None, gpu_targets=list)
 
 
 def test_without_a_file() -> None:
