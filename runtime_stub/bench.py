@@ -18,7 +18,7 @@ from .errors import UsageError
 from .generate import RUNNING, profile_from
 from .laps import Recorder
 from .options import PROFILE, Option, integer
-from .phases import Table
+from .phases import WAITING, Table
 from .session import since_process_start
 from .step import SamplingParams, StepBatch
 from .work import group_of
@@ -34,7 +34,12 @@ if TYPE_CHECKING:
     from .session import Session
 
 OPTIONS = [
-    Option(("-p", "--prompt-tokens"), "prefill length, default 512", integer(1), metavar="N"),
+    Option(
+        ("-p", "--prompt-tokens"),
+        "prefill length, default 512 or what fits",
+        integer(1),
+        metavar="N",
+    ),
     Option(("-n", "--new-tokens"), "decode steps, default 64", integer(1), metavar="N"),
     Option(("--batch",), "sequences decoded together, default 1", integer(1), metavar="N"),
     Option(("--repeat",), "default 3", integer(1, 1000), metavar="N"),
@@ -43,6 +48,11 @@ OPTIONS = [
     *RUNNING,
 ]
 _PROMPT = "The capital of France is"
+_DEFAULT_PROMPT = 512
+#: above these the host had other work: of a step spent waiting; between two equal measurements
+_WAITED, _SPREAD = 0.2, 1.3
+#: and percent of a ceiling that no cache explains
+_ABOVE = 110
 
 
 class _Runner:
@@ -95,14 +105,10 @@ def run_bench(session: Session, values: Values, as_json: bool) -> dict[str, Any]
     n_new = values["new_tokens"] or 64
     batch = values["batch"] or 1
     context = session.context(values["max_context"])
-    n_prompt = min(values["prompt_tokens"] or 512, max(1, context - n_new - 1))
-    if n_prompt + n_new >= context:
-        raise UsageError(f"{n_new} new tokens do not fit a context of {context}", where="bench")
-    if batch > min(limits.max_seqs, limits.max_logit_rows, limits.max_tokens):
-        raise UsageError(
-            f"--batch {batch}: one step has at most "
-            f"{min(limits.max_seqs, limits.max_logit_rows, limits.max_tokens)} sequences"
-        )
+    n_prompt, notes = _prompt_length(values["prompt_tokens"], n_new, context)
+    most = min(limits.max_seqs, limits.max_logit_rows, limits.max_tokens)
+    if batch > most:
+        raise UsageError(f"--batch {batch}: one step has at most {most} sequences")
     each = session.memory.blocks_for(n_prompt + n_new + 1)
     session.memory.require(each * batch * limits.block_size, session.path)
     threads, why = session.threads(values["threads"])
@@ -121,9 +127,8 @@ def run_bench(session: Session, values: Values, as_json: bool) -> dict[str, Any]
         ceilings.join(_ceilings(session, engine))
     if profile is not None:
         profile.use(engine)
-        for step in steps:
-            profile.add(step)
-        profile.write()
+        profile.picked = True
+        profile.write(*steps)
     data = {
         "model": session.manifest.get("model", {}).get("name"),
         "target": session.target.get("name"),
@@ -146,12 +151,37 @@ def run_bench(session: Session, values: Values, as_json: bool) -> dict[str, Any]
         "predicted_decode_tokens_per_second": (session.manifest.get("roofline") or {}).get(
             "tokens_per_second"
         ),
+        "notes": notes,
+        "profile": values["profile"],
         "ceilings": None if ceilings is None else ceilings.as_dict(),
         **_tables(session, calls, steps, ceilings),
     }
+    data["notes"] = _noted(data)
     if not as_json:
         _print(data)
     return data
+
+
+def _prompt_length(asked: Optional[int], n_new: int, context: int) -> tuple[int, list[str]]:
+    """(tokens of the prompt, notes): what was asked for, or as much of the default as fits.  One
+    position is left over."""
+    room = context - n_new - 1
+    if room < 1:
+        raise UsageError(
+            f"-n {n_new} does not fit: with a prompt it is more than the context of {context}",
+            where="bench",
+            next_step=f"use -n {context - 2} or less" if context > 2 else "",
+        )
+    if asked is None:
+        short = f"the prompt has {room} tokens, not {_DEFAULT_PROMPT}: the context is {context}"
+        return min(_DEFAULT_PROMPT, room), [short] if room < _DEFAULT_PROMPT else []
+    if asked > room:
+        raise UsageError(
+            f"-p {asked} with -n {n_new} is more than the context of {context}",
+            where="bench",
+            next_step=f"use -p {room} or less",
+        )
+    return asked, []
 
 
 def _first_token(session: Session, runner: _Runner) -> float | None:
@@ -238,11 +268,32 @@ def _tables(
         predicted = _predicted(session, calls) if step.tokens == 1 else {}
         for row in rows:
             wanted = predicted.get(row["call"])
-            percent = round(100 * wanted / max(row["ns"], 1), 1) if wanted else None
+            percent = round(100 * wanted / max(row["wall_ns"], 1), 1) if wanted else None
             row["percent_of_roofline"] = percent
         out[f"{name}_phases"] = table.as_dict()
         out[f"{name}_calls"] = rows
     return out
+
+
+def _noted(data: dict[str, Any]) -> list[str]:
+    """What a reader of the figures has to know about them, also on stderr."""
+    signs = []
+    for step in ("decode", "prefill"):
+        rows = data[f"{step}_phases"]["rows"]
+        waited = sum(row["share"] for row in rows if row["phase"] == WAITING)
+        if waited > _WAITED:
+            signs.append(f"threads waited for {100 * waited:.0f}% of the {step} step")
+        peak = max((r["percent_of_ceiling"] for r in rows if r["bound"] == "arithmetic"), default=0)
+        if peak > _ABOVE:
+            signs.append(f"{step} reached {peak:.0f}% of the arithmetic that was measured")
+    spread = (data["ceilings"] or {}).get("spread", 1.0)
+    if spread > _SPREAD:
+        signs.append(f"a ceiling measured twice differed by {spread:.1f}x")
+    found = [f"host busy, rates are not comparable: {', '.join(signs)}"] if signs else []
+    notes = [*data["notes"], *found]
+    for text in notes:
+        sys.stderr.write(f"note: {text}\n")
+    return notes
 
 
 def _print(data: dict[str, Any]) -> None:
@@ -261,8 +312,9 @@ def _print(data: dict[str, Any]) -> None:
         count = phases["tokens"]
         title = f"{step} step, {count} token{'s' if count > 1 else ''}"
         _print_table(title, phases["rows"], "phase")
-        write(f"{'all'.ljust(34)}         {phases['step_ns'] / 1e3:8.1f}        ")
-        write(f" {phases['bytes'] / 1e6:7.2f}  {phases['gb_per_second']:6.2f}")
+        write(f"{'all'.ljust(34)}         {phases['step_ns'] / 1e3:8.1f}         ")
+        write(f"{phases['step_ns'] / 1e3:8.1f}  {phases['bytes'] / 1e6:7.2f}  ")
+        write(f"{phases['gb_per_second']:6.2f}")
         percent = phases["percent_of_ceiling"]
         write("\n" if percent is None else f"          {percent:5.1f}%\n")
         _print_table("kernels", data[f"{step}_calls"], "call")
@@ -273,13 +325,15 @@ def _print_table(title: str, rows: list[dict[str, Any]], label: str) -> None:
     """One line per row."""
     write = sys.stdout.write
     write(
-        f"\n{title[:34].ljust(34)}  count        us  share       MB    GB/s   Gop/s  of ceiling\n"
+        f"\n{title[:34].ljust(34)}  count        us  share   wall us       MB    GB/s   Gop/s"
+        "  of ceiling\n"
     )
     for row in rows:
         write(f"{row[label][:34].ljust(34)}  {row['count'] or '':5}  {row['ns'] / 1e3:8.1f}  ")
         write(f"{100 * row['share']:4.1f}%")
         if row["count"]:
-            write(f"  {row['bytes'] / 1e6:7.2f}  {row['gb_per_second']:6.2f}  ")
+            write(f"  {row['wall_ns'] / 1e3:8.1f}  ")
+            write(f"{row['bytes'] / 1e6:7.2f}  {row['gb_per_second']:6.2f}  ")
             write(f"{row['gop_per_second']:6.1f}")
         if row["percent_of_ceiling"] is not None:
             write(f"  {row['percent_of_ceiling']:5.1f}% {row['bound']}")

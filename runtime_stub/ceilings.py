@@ -33,10 +33,12 @@ class Ceilings:
     """GB/s that the engine's threads read together from memory and from the last cache, and Gop/s
     by the type that is multiplied (0: the code has no such instruction).  ``cache_bytes`` is the
     size of the last cache, ``buffer_bytes`` of what was read from memory, ``memory_range`` the
-    lowest and highest figure of several measurements: on a shared host they differ."""
+    lowest and highest figure of several measurements: on a shared host they differ.  ``spread`` is
+    by how much, over all figures: the largest quotient of two measurements."""
 
     __slots__ = (
         "buffer_bytes", "cache_bytes", "memory_range", "operations", "read_cache", "read_memory",
+        "spread",
     )  # fmt: skip
 
     def __init__(self, found: CCeilings, cache_bytes: int, buffer_bytes: int) -> None:
@@ -46,9 +48,16 @@ class Ceilings:
         self.operations = {kind: float(getattr(found, kind)) for kind in ("int8", "bf16", "f32")}
         self.cache_bytes = cache_bytes
         self.buffer_bytes = buffer_bytes
+        self.spread = 1.0
+
+    def _figures(self) -> tuple[float, ...]:
+        return (self.read_memory, self.read_cache, *self.operations.values())
 
     def join(self, other: Ceilings) -> None:
         """The best of two measurements."""
+        for mine, its in zip(self._figures(), other._figures()):  # noqa: B905 (Python 3.9)
+            if mine > 0 and its > 0:
+                self.spread = max(self.spread, mine / its, its / mine)
         for name in ("read_memory", "read_cache"):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
         for kind, rate in other.operations.items():
@@ -62,6 +71,7 @@ class Ceilings:
             "read_memory_range": [round(rate, 2) for rate in self.memory_range],
             "read_cache_gb_per_second": round(self.read_cache, 2),
             **{f"{k}_gop_per_second": round(v, 1) or None for k, v in self.operations.items()},
+            "spread": round(self.spread, 2),
             "cache_bytes": self.cache_bytes,
             "buffer_bytes": self.buffer_bytes,
         }

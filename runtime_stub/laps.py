@@ -72,6 +72,29 @@ class Step:
         """The time inside the code object."""
         return self.threads[0][-1].end - self.threads[0][0].begin
 
+    def spans(self) -> dict[int, list[tuple[int, int]]]:
+        """When at least one thread was at a call, by call: its time is the length of these spans.
+
+        Its work cannot have been done in less, whichever threads did it; a rate over this time is
+        one that the machine had."""
+        laps: dict[int, list[tuple[int, int]]] = {}
+        for thread in self.threads:
+            for lap in thread:
+                if lap.call >= 0:
+                    laps.setdefault(lap.call, []).append((lap.begin, lap.end))
+        return {call: _union(found) for call, found in laps.items()}
+
+
+def _union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same times without overlaps, in order."""
+    out: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if out and begin <= out[-1][1]:
+            out[-1] = (out[-1][0], max(end, out[-1][1]))
+        else:
+            out.append((begin, end))
+    return out
+
 
 def function(engine: CpuEngine, name: str, types: list[Any]) -> Callable[..., int]:
     """A function of the code object that not every one has; UnsupportedError without it."""

@@ -8,6 +8,10 @@ each thread's time is cut into laps without a gap (``laps.py``), and what none o
 the loader's call into the code object and back, is the row ``loader``.  Two rows are no work:
 ``waiting``, threads at a barrier for the others, and ``loader``.
 
+Rates and ceilings are of another time, ``wall_ns``: while at least one thread was at the call
+(:meth:`Step.spans`, the same in a trace).  One thread may do all of a call's work while the others
+wait or are kept from running; over the mean of their times its rate would come out too high.
+
 A row's ceiling is the least time its calls can take: the longest of what must come from memory, of
 the activations from the last cache and of the multiplications at the peak of their type.  Weights,
 keys and values that fit together in the last cache may stay there between steps; then they too
@@ -44,22 +48,27 @@ _LAST = (SAMPLING, WAITING, LOADER)
 
 
 class Row:
-    """A line of a table: ``ns`` is the mean over threads, ``least`` the least time by bound."""
+    """A line of a table: ``ns`` is the mean over threads, ``wall_ns`` while at least one was at its
+    calls, ``least`` the least time by bound."""
 
-    __slots__ = ("bytes", "count", "flops", "least", "name", "ns", "op")
+    __slots__ = ("bytes", "count", "flops", "least", "name", "ns", "op", "wall_ns")
 
     def __init__(self, name: str, op: Optional[str] = None) -> None:
         self.name = name
         self.op = op
         self.count = 0
         self.ns = 0.0
+        self.wall_ns = 0.0
         self.bytes = 0.0
         self.flops = 0.0
         self.least = {"memory": 0.0, "cache": 0.0, "arithmetic": 0.0}
 
-    def add(self, ns: float, work: Work, ceilings: Optional[Ceilings], in_cache: bool) -> None:
+    def add(
+        self, ns: float, wall_ns: float, work: Work, ceilings: Optional[Ceilings], in_cache: bool
+    ) -> None:
         self.count += 1
         self.ns += ns
+        self.wall_ns += wall_ns
         self.bytes += work.bytes
         self.flops += work.flops
         for bound, least in _least(work, ceilings, in_cache).items():
@@ -76,13 +85,14 @@ class Row:
         return max(self.least.values())
 
     def as_dict(self, total: float, label: str) -> dict[str, Any]:
-        bound, ns = self.bound, max(self.ns, 1.0)
+        bound, ns = self.bound, max(self.wall_ns, 1.0)
         percent = None if bound is None else round(100 * self.least_ns / ns, 1)
         return {
             label: self.name,
             "op": self.op,
             "count": self.count,
             "ns": round(self.ns, 1),
+            "wall_ns": round(self.wall_ns, 1) if self.count else None,
             "share": round(self.ns / total, 4),
             "bytes": round(self.bytes),
             "flops": round(self.flops),
@@ -132,8 +142,9 @@ class Table:
         in_cache = ceilings is not None and moved <= ceilings.cache_bytes
         self.step_ns = step.end - step.begin
         self.tokens = step.tokens
-        self.phases = _rows(calls, work, busy, phase_of, ceilings, in_cache)
-        self.calls = _rows(calls, work, busy, group_of, ceilings, in_cache)
+        wall = {c: sum(e - b for b, e in spans) for c, spans in step.spans().items()}
+        self.phases = _rows(calls, work, (busy, wall), phase_of, ceilings, in_cache)
+        self.calls = _rows(calls, work, (busy, wall), group_of, ceilings, in_cache)
         for name, ns in (
             (SAMPLING, busy.get(SAMPLE, 0.0)),
             (WAITING, busy.get(WAIT, 0.0)),
@@ -168,14 +179,17 @@ class Table:
 def _rows(
     calls: list[dict[str, Any]],
     work: list[Work],
-    busy: dict[int, float],
+    times: tuple[dict[int, float], dict[int, int]],
     name_of: Callable[[dict[str, Any]], str],
     ceilings: Optional[Ceilings],
     in_cache: bool,
 ) -> dict[str, Row]:
+    """``times``: each call's mean over threads and its wall time."""
+    busy, wall = times
     out: dict[str, Row] = {}
     for number, call in enumerate(calls):
         name = name_of(call)
         row = out.setdefault(name, Row(name, call.get("op") if name_of is group_of else None))
-        row.add(busy.get(number, 0.0), work[number], ceilings, in_cache)
+        mean, whole = busy.get(number, 0.0), wall.get(number, 0)
+        row.add(mean, whole, work[number], ceilings, in_cache)
     return out

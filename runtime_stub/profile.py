@@ -3,12 +3,15 @@
 In: traced :class:`Step`\\ s.  Out: a file in Chrome's trace event format.  Next file: ``work.py``.
 
 Times are microseconds from the first step's begin.  One track per thread, with the loader's own
-view of a step on a track above them; counters show what the calls read and compute.
+view of a step on a track above them; counters show what the calls read and compute.  A call's rates
+are over the time in which at least one thread was at it; the counters add up those of calls that
+overlap.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 
 from .errors import ResourceError, UsageError
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 #: steps of one trace; what comes after them is not traced
 MAX_STEPS = 32
 _PROCESS, _LOADER = 1, 1000
+#: nanoseconds between two steps that were picked from many
+_GAP = 1_000_000
 _NAMES = {WAIT: "wait", SAMPLE: "sampling"}
 
 
@@ -41,6 +46,7 @@ class Profile:
         self.path = path
         self.steps: list[tuple[str, Step]] = []
         self.left_out = 0
+        self.picked = False  # the steps do not follow each other: they are drawn close together
         self._calls: list[dict[str, Any]] = []
         self._place = os.path.realpath(path)
         folder = os.path.dirname(self._place)
@@ -86,10 +92,12 @@ class Profile:
             kind = "decode" if step.tokens == len(step.sequences) else "prefill"
         self.steps.append((kind, step))
 
-    def write(self) -> None:
-        """The whole file or none."""
+    def write(self, *steps: Step) -> None:
+        """The whole file or none, with ``steps`` after those that were traced here."""
         import json
 
+        for step in steps:
+            self.add(step)
         text = json.dumps(self._trace(), ensure_ascii=False, allow_nan=False)
         part = f"{self._place}.{os.getpid()}.part"
         try:
@@ -103,15 +111,28 @@ class Profile:
         finally:
             with suppress(OSError):
                 os.unlink(part)
+        count = len(self.steps)
+        more = f", {self.left_out} later ones left out" if self.left_out else ""
+        sys.stderr.write(f"trace of {count} step{'s' if count > 1 else ''}{more}: {self.path}\n")
+
+    def _places(self) -> list[int]:
+        """Where each step begins in the trace, in nanoseconds."""
+        if not self.picked:
+            return [step.begin - self.steps[0][1].begin for _kind, step in self.steps]
+        places, at = [], 0
+        for _kind, step in self.steps:
+            places.append(at)
+            at += step.end - step.begin + _GAP
+        return places
 
     def _trace(self) -> dict[str, Any]:
         session = self.session
         model = str(session.manifest.get("model", {}).get("name"))
         target = str(session.target.get("name"))
         events = _tracks(f"{model} ({target})", len(self.steps[0][1].threads) if self.steps else 0)
-        origin = self.steps[0][1].begin if self.steps else 0
+        places = self._places()
         for number, (kind, step) in enumerate(self.steps):
-            events += self._step_events(number, kind, step, origin)
+            events += self._step_events(number, kind, step, step.begin - places[number])
         return {
             "traceEvents": events,
             "displayTimeUnit": "ns",
@@ -129,7 +150,7 @@ class Profile:
         calls = self._calls
         rows = {lap.call: lap.rows for laps in step.threads for lap in laps if lap.call >= 0}
         work = work_of(self.session.manifest, calls, step, rows)
-        spans = _spans(step)
+        spans = step.spans()
         arguments = {
             call: _arguments(calls[call], work[call], rows[call], spans[call]) for call in rows
         }
@@ -137,6 +158,7 @@ class Profile:
         whole = _slice(title, "step", step.begin - origin, step.end - step.begin, _LOADER)
         whole["args"] = {
             "number": number,
+            "begin_us": (step.begin - self.steps[0][1].begin) / 1e3,
             "tokens": step.tokens,
             "sequences": len(step.sequences),
             "first_positions": [first for first, _count in step.sequences][:64],
@@ -145,12 +167,7 @@ class Profile:
         out = [whole]
         for thread, laps in enumerate(step.threads):
             out += [_lap_slice(lap, calls, arguments, origin, thread) for lap in laps]
-        for call in sorted(spans, key=lambda c: spans[c]):
-            first, last = spans[call]
-            rates = arguments[call]
-            out.append(_counter(first - origin, rates["gb_per_second"], rates["gop_per_second"]))
-            out.append(_counter(last - origin, 0, 0))
-        return out
+        return out + _counters(spans, arguments, origin)
 
 
 def _tracks(process: str, threads: int) -> list[dict[str, Any]]:
@@ -164,22 +181,11 @@ def _tracks(process: str, threads: int) -> list[dict[str, Any]]:
     return [{"ph": "M", "pid": _PROCESS, "tid": t, "name": n, "args": a} for n, t, a in named]
 
 
-def _spans(step: Step) -> dict[int, tuple[int, int]]:
-    """From the first thread's begin to the last thread's end of each call."""
-    spans: dict[int, tuple[int, int]] = {}
-    for laps in step.threads:
-        for lap in laps:
-            if lap.call >= 0:
-                first, last = spans.get(lap.call, (lap.begin, lap.end))
-                spans[lap.call] = (min(first, lap.begin), max(last, lap.end))
-    return spans
-
-
 def _arguments(
-    call: dict[str, Any], work: Work, rows: int, span: tuple[int, int]
+    call: dict[str, Any], work: Work, rows: int, spans: list[tuple[int, int]]
 ) -> dict[str, Any]:
     """What a slice says about its call, over all threads."""
-    ns = max(span[1] - span[0], 1)
+    ns = max(sum(end - begin for begin, end in spans), 1)
     return {
         "op": call.get("op"),
         "kernel": call.get("kernel"),
@@ -218,8 +224,28 @@ def _slice(name: str, category: str, begin: int, ns: int, tid: int) -> dict[str,
     }  # fmt: skip
 
 
-def _counter(at: int, memory: float, arithmetic: float) -> dict[str, Any]:
-    return {
-        "ph": "C", "pid": _PROCESS, "name": "rate", "ts": at / 1e3,
-        "args": {"GB/s from memory": memory, "Gop/s": arithmetic},
-    }  # fmt: skip
+def _counters(
+    spans: dict[int, list[tuple[int, int]]], arguments: dict[int, dict[str, Any]], origin: int
+) -> list[dict[str, Any]]:
+    """The rates of all calls that are under way, each time that one begins or ends."""
+    changes: dict[int, list[tuple[int, int]]] = {}
+    for call, found in spans.items():
+        for begin, end in found:
+            if begin < end:
+                changes.setdefault(begin, []).append((call, 1))
+                changes.setdefault(end, []).append((call, -1))
+    out = []
+    running: set[int] = set()
+    for at in sorted(changes):
+        for call, change in sorted(changes[at], key=lambda c: c[1]):  # ends before begins
+            (running.add if change > 0 else running.discard)(call)
+        rates = [arguments[call] for call in sorted(running)]
+        memory = round(sum(r["gb_per_second"] for r in rates), 3)
+        arithmetic = round(sum(r["gop_per_second"] for r in rates), 3)
+        out.append(
+            {
+                "ph": "C", "pid": _PROCESS, "name": "rate", "ts": (at - origin) / 1e3,
+                "args": {"GB/s from memory": memory, "Gop/s": arithmetic},
+            }
+        )  # fmt: skip
+    return out
