@@ -283,6 +283,21 @@ def test_header_page_explains_the_file(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_python_shows_what_is_wrong_with_a_file_without_its_end(tmp_path: Path) -> None:
+    """The weights may be any bytes; text behind the line has what Python complains about."""
+    out = tmp_path / "x.zla"
+    _write(out, _inputs(name="3m'(model"))
+    data = out.read_bytes()
+    line = data.split(b"\n")[2].decode()
+    for size in (2000, HEADER_BYTES, HEADER_BYTES + 999, len(data) - 1):
+        out.write_bytes(data[:size])
+        done = subprocess.run(
+            [sys.executable, "-I", out, "check"], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1 and "SyntaxError" in done.stderr and line in done.stderr
+    assert "copy the file again" in line
+
+
 def test_artifacts_of_released_formats_still_open() -> None:
     for path in sorted((ARTIFACTS / "golden").glob("*.zla")):
         with open_artifact(str(path)) as artifact:

@@ -251,6 +251,8 @@ def header_text(manifest: Mapping[str, Any]) -> str:
     parts = "the weights and" if graph else "the weights, the tokenizer and"
     context = "" if graph else f", {memory['kv_bytes_per_token']:,} per token of context"
     text = f"""
+{_CUT}
+
 {_one_line(model["name"])} for {_one_line(target["name"])}: a compiled model, ready to run.
 
 It holds the kernels, {parts} the program that runs them.  It needs Python
@@ -275,6 +277,8 @@ Layout         this page (64 KiB), then the weights, then an ordinary ZIP.
     return text[1:]
 
 
+#: Python reads a file without its end as source text, and shows the first line that is none
+_CUT = "A SyntaxError in this line? What follows these 64KiB is not complete: copy the file again."
 _TEXT_USE = """\
   generate text        ./FILE generate --raw "The capital of France is"
   chat                 ./FILE chat"""
