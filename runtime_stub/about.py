@@ -1,4 +1,4 @@
-"""The commands ``info`` and ``check``: what an artifact is, and whether it can run here.
+"""``info``, ``check``, ``--version``: what an artifact is, and whether it can run here.
 
 In: a :class:`Session`.  Out: an exit code and what ``--json`` prints; a table on stdout.  Next
 file: ``requires.py``.  Nothing is allocated and no weight is read.
@@ -24,6 +24,29 @@ def _table(rows: Iterable[tuple[str, object]]) -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         sys.stdout.write(f"{name.ljust(width)}  {value}\n")
+
+
+def run_version(path: str, as_json: bool) -> tuple[int, dict[str, Any]]:
+    """``--version``: one line that tells this artifact from others."""
+    from .container import open_artifact
+    from .session import check_shapes
+
+    with open_artifact(path) as artifact:
+        manifest, digest = artifact.manifest, artifact.digest
+        check_shapes(manifest, path)
+    tools = manifest.get("tools") or {}
+    model, target = manifest["model"].get("name"), manifest["target"].get("name")
+    data = {
+        "model": model,
+        "target": target,
+        "format": manifest.get("format"),
+        "digest": digest,
+        "tools": tools,
+    }
+    if not as_json:
+        compiler = f"zerolayer {tools.get('zerolayer', '?')}"
+        sys.stdout.write(f"{model} for {target}, digest {digest[:16]}, {compiler}\n")
+    return EXIT_OK, data
 
 
 def run_info(session: Session, _values: Values, as_json: bool) -> tuple[int, dict[str, Any]]:
@@ -92,11 +115,12 @@ def run_check(session: Session, values: Values, as_json: bool) -> tuple[int, dic
     facts, memory = session.facts, session.memory
     mismatches = session.mismatches
     asked = values["max_context"] or 0
-    too_long = bool(memory.block_size) and asked > memory.max_context
+    if asked and memory.block_size:
+        session.context(asked)
     fits = memory.fits and memory.largest_context >= min(asked, memory.max_context)
     threads, why = session.threads(None)
     features = _python_features(session)
-    code = EXIT_HARDWARE if mismatches else (EXIT_OK if fits and not too_long else EXIT_RESOURCES)
+    code = EXIT_HARDWARE if mismatches else (EXIT_OK if fits else EXIT_RESOURCES)
     data = {
         "ok": code == EXIT_OK,
         "exit_code": code,
@@ -123,9 +147,8 @@ def run_check(session: Session, values: Values, as_json: bool) -> tuple[int, dic
         if memory.block_size:
             largest = f"largest that fits: {memory.largest_context} tokens"
             rows.append(("context", f"{largest}; the model's limit: {memory.max_context}"))
-        if asked and (too_long or not fits):
-            why_not = "the model has fewer" if too_long else "not enough memory"
-            rows.append(("", f"{asked} tokens do not fit: {why_not}"))
+        if asked and not fits:
+            rows.append(("", f"{asked} tokens do not fit: not enough memory"))
         rows.append(("threads", f"{threads} ({why})"))
         rows.append(("python", f"{features['version']}, text: {features['text']}"))
         rows.append(("result", "can run here" if code == EXIT_OK else "cannot run here"))

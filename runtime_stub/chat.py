@@ -14,6 +14,7 @@ from .generate import (
     MAX_PROMPT_BYTES,
     RUNNING,
     SAMPLING,
+    note_cut,
     push_to,
     sampling_from,
     stops_from,
@@ -145,4 +146,5 @@ def _answer(
     if not quiet:
         sys.stdout.write("\n")
         sys.stdout.flush()
+        note_cut(int(sequence.stopped_by == "context"), 1, scheduler.context_limit)
     return text

@@ -41,6 +41,10 @@ COMMANDS = {
 }
 
 
+#: command -> the entry point that an artifact must have for it
+_ENTRY = {"generate": "step", "chat": "step", "bench": "step", "run": "run"}
+
+
 def main(
     argv: Optional[Sequence[str]] = None,
     artifact_path: Optional[str] = None,
@@ -136,10 +140,23 @@ def _print_json(data: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def _overview(program: str) -> str:
+def applicable(path: Optional[str]) -> list[str]:
+    """The commands that the artifact has; all where it cannot be read."""
+    from .container import open_artifact
+
+    try:
+        with open_artifact(path or "") as artifact:
+            entries = {e.get("name") for e in artifact.manifest.get("entry_points") or ()}
+    except (ZerolayerError, OSError, AttributeError, TypeError):
+        return list(COMMANDS)
+    return [name for name in COMMANDS if name not in _ENTRY or _ENTRY[name] in entries]
+
+
+def _overview(program: str, names: list[str]) -> str:
     lines = [f"usage: {program} COMMAND [options]", ""]
-    for usage, text in COMMANDS.values():
+    for usage, text in (COMMANDS[name] for name in names):
         lines.append(f"  {usage.ljust(30)}  {text}")
+    lines.append(f"  {'--version'.ljust(30)}  which model, target and build this is")
     lines += ["", f"{program} COMMAND --help shows the options of a command."]
     lines.append("exit codes: 0 ok, 2 usage, 3 bad input file, 4 unsupported, 5 hardware mismatch,")
     lines.append("6 integrity, 7 numerics, 8 out of memory or resources, 130 interrupted")
@@ -168,9 +185,7 @@ def _options(command: str) -> list[Option]:
 
         return [*RUN, _JSON, _HELP]
     if command == "check":
-        context = Option(
-            ("--max-context",), "a context that must fit", integer(1, 1 << 40), metavar="N"
-        )
+        context = Option(("--max-context",), "a context that must fit", integer(1), metavar="N")
         return [context, _JSON, _HELP]
     return [_JSON, _HELP]
 
@@ -181,8 +196,10 @@ def _dispatch(args: list[str], artifact_path: Optional[str], mask: Iterable[str]
     path = artifact_path or running_artifact_path()
     program = (path or "artifact").rpartition("/")[2]
     if not args or args[0] in ("-h", "--help", "help"):
-        sys.stdout.write(_overview(program) + "\n")
+        sys.stdout.write(_overview(program, applicable(path)) + "\n")
         return EXIT_OK if args else UsageError.exit_code
+    if args[0] == "--version":
+        return _version(args[1:], path)
     hidden = Option(("--mask-features",), "", word, metavar="A,B")
     name, rest = args[0], args[1:]
     if name not in COMMANDS:
@@ -192,7 +209,7 @@ def _dispatch(args: list[str], artifact_path: Optional[str], mask: Iterable[str]
         raise UsageError(
             f"unknown command {name!r}",
             where=program,
-            next_step=f"did you mean {near[0]}?" if near else f"use {', '.join(COMMANDS)}",
+            next_step=f"did you mean {near[0]}?" if near else f"use {', '.join(applicable(path))}",
         )
     options = _options(name)
     values = parse(rest, [*options, hidden], name)
@@ -202,11 +219,28 @@ def _dispatch(args: list[str], artifact_path: Optional[str], mask: Iterable[str]
         return EXIT_OK
     if values.positional and name != "generate":
         raise UsageError(f"unexpected argument {values.positional[0]!r}", where=name)
-    if path is None:
-        raise UsageError("this loader does not lie in an artifact", next_step="run an artifact")
+    path = _inside(path)
     if values["mask_features"]:
         mask = [*mask, *values["mask_features"].split(",")]
     return _run(name, path, values, mask)
+
+
+def _inside(path: Optional[str]) -> str:
+    if path is None:
+        raise UsageError("this loader does not lie in an artifact", next_step="run an artifact")
+    return path
+
+
+def _version(rest: list[str], path: Optional[str]) -> int:
+    from .about import run_version
+
+    values = parse(rest, [_JSON], "--version")
+    if values.positional:
+        raise UsageError(f"unexpected argument {values.positional[0]!r}", where="--version")
+    code, data = run_version(_inside(path), bool(values["json"]))
+    if values["json"]:
+        _print_json(data)
+    return code
 
 
 def _run(name: str, path: str, values: Values, mask: Iterable[str]) -> int:

@@ -358,6 +358,8 @@ def run_generate(session: Session, values: Values, as_json: bool) -> dict[str, A
     results = [_result(p) for p in prompts]
     if not as_json:
         _print_results(results, live)
+        cut = sum(r["stopped_by"] == "context" for r in results)
+        note_cut(cut, len(results), scheduler.context_limit)
     if profile is not None:
         profile.write()
     totals = [sum(r["usage"][k] for r in results) for k in ("prompt_tokens", "completion_tokens")]
@@ -368,11 +370,19 @@ def run_generate(session: Session, values: Values, as_json: bool) -> dict[str, A
         "threads": threads,
         "threads_why": why,
         "scheduler": scheduler.stats(),
+        "profile": values["profile"],
         "timings": {**session.timings.as_dict(), **speed},
     }
     if values["prompts_file"] is not None:
         return {"results": results, "usage": _usage(*totals), **common}
     return {**results[0], **common}
+
+
+def note_cut(cut: int, answers: int, context: int) -> None:
+    """One line on stderr when the end of the context ended answers."""
+    if cut:
+        which = "the answer" if answers == 1 else f"{cut} of {answers} answers"
+        sys.stderr.write(f"note: the context of {context} tokens ended {which}\n")
 
 
 def _print_results(results: list[dict[str, Any]], live: bool) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
+_NO_LIMIT = 1 << 62
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -115,13 +116,15 @@ def help_text(usage: str, summary: str, options: Sequence[Option]) -> str:
 # value parsers ----------------------------------------------------------------------------------
 
 
-def integer(low: int, high: int = 1 << 62) -> Callable[[str], int]:
-    """A decimal integer in ``low..high``."""
+def integer(low: int, high: int = _NO_LIMIT) -> Callable[[str], int]:
+    """A decimal integer in ``low..high``; without ``high`` any that the loader can hold."""
 
     def parse_integer(text: str) -> int:
         if len(text) > 20 or not text.isascii() or not text.lstrip("-").isdigit():
             raise ValueError("not an integer")
         value = int(text)
+        if value < low and high == _NO_LIMIT:
+            raise ValueError(f"must be at least {low}")
         if not low <= value <= high:
             raise ValueError(f"not in {low}..{high}")
         return value

@@ -203,6 +203,7 @@ def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]
         "outputs": described,
         "run_ms": round(seconds * 1e3, 3),
         "threads": threads,
+        "profile": values["profile"],
         "timings": session.timings.as_dict(),
     }
 

@@ -263,7 +263,9 @@ def test_context_end_is_reported(artifact: Path, capsys: Any) -> None:
         (["generat"], 2, "did you mean generate"),
         (["generate", "--temprature", "1", "x"], 2, "did you mean --temperature"),
         (["generate", "x", "-n"], 2, "-n needs a value"),
-        (["generate", "x", "-n", "0"], 2, "not in 1.."),
+        (["generate", "x", "-n", "0"], 2, "-n '0': must be at least 1"),
+        (["generate", "x", "-n", "9" * 20], 2, "not in 1.."),
+        (["check", "--max-context", "0"], 2, "must be at least 1"),
         (["generate", "x", "-n", "9" * 30], 2, "not an integer"),
         (["generate", "x", "--temperature", "nan"], 2, "not in 0..100"),
         (["generate", "x", "--kv-memory", "12Q"], 2, "not a size"),
@@ -347,7 +349,7 @@ def test_check_passes_and_says_what_fits(artifact: Path, capsys: Any) -> None:
     assert memory["weights_bytes"] == 256 and memory["workspace_bytes"] == 4096
     assert memory["kv_bytes_per_token"] == 4 and memory["largest_context"] == 128
     refused = Run(capsys, artifact, "check", "--max-context", "129")
-    assert refused.code == 8 and "129 tokens do not fit: the model has fewer" in refused.out
+    assert refused.code == 2 and "--max-context 129 is more than the artifact's 128" in refused.err
     refused = Run(capsys, artifact, "generate", "--tokens", "1", "--max-context", "129")
     assert refused.code == 2 and "--max-context 129 is more than the artifact's 128" in refused.err
 
