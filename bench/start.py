@@ -50,8 +50,10 @@ def environment() -> dict[str, str]:
 def phases(python: str, artifact: Path, ids: str, threads: int) -> dict[str, float]:
     """Seconds of each phase of one process."""
     command = [python, str(RUNNERS / "start.py"), str(artifact), ids, str(threads)]
-    done = subprocess.run(command, env=environment(), check=True, capture_output=True)
+    done = subprocess.run(command, env=environment(), check=False, capture_output=True, text=True)
     end = time.monotonic()
+    if done.returncode:
+        common.failed(done.returncode, done.stderr, f"a start of {artifact}")
     printed = json.loads(done.stdout)
     return {**printed["phases"], "exit": end - float(printed["ended"])}
 
@@ -60,13 +62,14 @@ def command(python: str, artifact: Path, ids: str, threads: int) -> dict[str, fl
     """Seconds to the first byte and to the end of the artifact's own command."""
     words = [python, str(artifact), "generate", "--tokens", ids, "-n", "1", "--threads"]
     start = time.monotonic()
-    with subprocess.Popen([*words, str(threads)], stdout=subprocess.PIPE) as child:
+    words.append(str(threads))
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         got = child.stdout.read(1)
         first = time.monotonic() - start
         child.stdout.read()
     if child.returncode or not got:
-        raise SystemExit(f"{artifact} ended with {child.returncode}")
+        common.failed(child.returncode, "", f"{artifact} generate")
     return {FIRST: first, WHOLE: time.monotonic() - start}
 
 
@@ -77,14 +80,36 @@ def empty(python: str) -> float:
     return time.monotonic() - start
 
 
+def vocabulary(python: str, artifact: Path) -> int:
+    """The artifact's number of token ids, by its own word; ends with its message when it has none.
+
+    Also the check that ``python`` runs and that ``artifact`` is a language model's.
+    """
+    words = [python, str(artifact), "info", "--json"]
+    try:
+        done = subprocess.run(words, check=False, capture_output=True, text=True)
+    except OSError as e:
+        raise SystemExit(f"error: {python}: {e.strerror}") from None
+    if done.returncode:
+        common.failed(done.returncode, done.stderr, f"{artifact} info")
+    try:
+        words_known = int(json.loads(done.stdout)["model"]["vocab_size"])
+    except (ValueError, KeyError, TypeError):
+        raise SystemExit(f"error: {artifact} is not an artifact") from None
+    if words_known < 1:
+        raise SystemExit(f"error: {artifact} is a graph: it has no first token")
+    return words_known
+
+
 def measure(python: str, artifacts: list[Path], rounds: int, threads: int) -> list[Times]:
     """For each artifact the times by phase; the first round only warms."""
-    ids = ",".join(map(str, common.prompt_ids(common.SHORT_PROMPT)))
+    known = min(vocabulary(python, artifact) for artifact in artifacts)
+    ids = ",".join(map(str, common.prompt_ids(common.SHORT_PROMPT, 0, known)))
     out: list[Times] = [defaultdict(list) for _ in artifacts]
     for index in range(rounds + 1):
         for times, artifact in zip(out, artifacts, strict=True):
-            found = phases(python, artifact, ids, threads)
-            found |= command(python, artifact, ids, threads)
+            found = command(python, artifact, ids, threads)  # first: it refuses in words
+            found |= phases(python, artifact, ids, threads)
             found["floor"] = empty(python)
             for name, value in found.items() if index else ():
                 times[name].append(1e3 * value)
@@ -111,8 +136,8 @@ def table(python: str, artifacts: list[Path], measured: list[Times]) -> list[str
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("artifacts", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("-n", "--rounds", type=int, default=11, help="processes of each")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("-n", "--rounds", type=common.count, default=11, help="processes of each")
+    parser.add_argument("--threads", type=common.count, default=2)
     parser.add_argument("--python", nargs="+", default=[sys.executable], metavar="PYTHON")
     options = parser.parse_args()
     for python in options.python:

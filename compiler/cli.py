@@ -506,3 +506,7 @@ def main() -> None:
     """Entry point of the console script."""
     _standard_streams()
     app()
+
+
+if __name__ == "__main__":
+    main()

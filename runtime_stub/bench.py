@@ -14,7 +14,7 @@ import sys
 import time
 from array import array
 
-from .errors import UsageError
+from .errors import ResourceError, UsageError
 from .generate import RUNNING, profile_from
 from .laps import Recorder
 from .options import PROFILE, Option, integer
@@ -70,20 +70,20 @@ class _Runner:
         first = sequence * self.blocks_each
         return array("i", range(first, first + -(-positions // self.block_size)))
 
-    def prefill_batch(self, ids: array[int], start: int) -> StepBatch:
-        """The chunk of one sequence that begins at ``start``."""
+    def prefill_batch(self, ids: array[int], start: int, sequence: int = 0) -> StepBatch:
+        """The chunk of ``sequence`` that begins at ``start``."""
         part = ids[start : start + self.chunk]
         last = start + len(part) == len(ids)
         batch = StepBatch()
         row = (self.greedy, 0, self.empty) if last else None
-        batch.add(part, start, self.blocks(0, start + len(part)), row)
+        batch.add(part, start, self.blocks(sequence, start + len(part)), row)
         return batch
 
-    def prefill(self, ids: array[int]) -> int:
+    def prefill(self, ids: array[int], sequence: int = 0) -> int:
         """One sequence in chunks; its next token."""
         out: list[int] = []
         for start in range(0, len(ids), self.chunk):
-            out = self.engine.step(self.prefill_batch(ids, start))
+            out = self.engine.step(self.prefill_batch(ids, start, sequence))
         return out[0]
 
     def decode_batch(self, tokens: list[int], position: int) -> StepBatch:
@@ -119,12 +119,14 @@ def run_bench(session: Session, values: Values, as_json: bool) -> dict[str, Any]
     first = _first_token(session, runner)
     repeat = values["repeat"] or 3
     ids = array("i", ((i * 7919 + 13) % session.vocab_size for i in range(n_prompt)))
-    prefill, token = _best_prefill(runner, ids, repeat)
+    prefill, token = _best_prefill(runner, ids, repeat, batch)
     decode = _best_decode(runner, [token] * batch, n_prompt, n_new, repeat)
-    ceilings = None if values["no_ceilings"] else _ceilings(session, engine)
+    ceilings = None if values["no_ceilings"] else _ceilings(engine, notes)
     steps = _traced(runner, ids, token, batch)
     if ceilings is not None:  # before and after the steps: on a shared host bandwidth moves
-        ceilings.join(_ceilings(session, engine))
+        again = _ceilings(engine, [])
+        if again is not None:
+            ceilings.join(again)
     if profile is not None:
         profile.use(engine)
         profile.picked = True
@@ -197,12 +199,15 @@ def _first_token(session: Session, runner: _Runner) -> float | None:
     return None if start is None else round(start * 1e3, 1)
 
 
-def _best_prefill(runner: _Runner, ids: array[int], repeat: int) -> tuple[float, int]:
+def _best_prefill(runner: _Runner, ids: array[int], repeat: int, batch: int) -> tuple[float, int]:
+    """Seconds of one prompt and its next token; afterwards each sequence has that prompt."""
     best, token = float("inf"), 0
     for _ in range(repeat):
         start = time.perf_counter()
         token = runner.prefill(ids)
         best = min(best, time.perf_counter() - start)
+    for sequence in range(1, batch):  # decoding reads the keys and values of each
+        runner.prefill(ids, sequence)
     return best, token
 
 
@@ -219,10 +224,18 @@ def _best_decode(
     return best
 
 
-def _ceilings(session: Session, engine: CpuEngine) -> Ceilings:
+def _ceilings(engine: CpuEngine, notes: list[str]) -> Optional[Ceilings]:
+    """Measured with the memory that is free now, beside weights and engine; None without it."""
     from .ceilings import measure
+    from .detect import memory_facts
 
-    return measure(engine, session.facts.memory_available)
+    try:
+        found = measure(engine, memory_facts()[1])
+    except ResourceError as e:
+        notes.append(f"the ceilings are not measured: {e.what}")
+        return None
+    notes += [found.note] if found.note else []
+    return found
 
 
 def _traced(runner: _Runner, ids: array[int], token: int, batch: int) -> tuple[Step, Step]:

@@ -10,7 +10,9 @@ import ctypes
 import os
 
 from .driver_cpu import Memory, check_status
+from .errors import ResourceError
 from .laps import function
+from .memory import human
 from .options import size
 
 TYPE_CHECKING = False
@@ -21,6 +23,8 @@ _DEFAULT_CACHE = 32 << 20
 #: of the last cache: the buffer that is read from memory, that which is read from the cache
 _BUFFER, _IN_CACHE = 8, 0.5
 _LARGEST = 1 << 30
+#: how often half as much is tried where the kernel gives less than it says is free
+_HALVINGS = 3
 
 
 class CCeilings(ctypes.Structure):
@@ -52,6 +56,16 @@ class Ceilings:
 
     def _figures(self) -> tuple[float, ...]:
         return (self.read_memory, self.read_cache, *self.operations.values())
+
+    @property
+    def note(self) -> str:
+        """What makes the figures less than they should be; '' when nothing does."""
+        if self.buffer_bytes >= 2 * self.cache_bytes:
+            return ""
+        return (
+            f"the ceiling of memory may be too high: little is free, a buffer of "
+            f"{human(self.buffer_bytes)} stays in part in the cache of {human(self.cache_bytes)}"
+        )
 
     def join(self, other: Ceilings) -> None:
         """The best of two measurements."""
@@ -90,17 +104,32 @@ def last_cache_bytes(root: str = "/") -> int:
     return max(sizes, default=_DEFAULT_CACHE)
 
 
+def _buffer(nbytes: int, least: int) -> Memory:
+    """``nbytes``, or less where there is less; ResourceError below ``least``."""
+    what = "measurement of the ceilings"
+    for _ in range(_HALVINGS):
+        if nbytes // 2 < least:
+            break
+        try:
+            return Memory(nbytes, what)
+        except ResourceError:
+            nbytes //= 2
+    if nbytes < least:
+        raise ResourceError(f"{human(least)} of memory are not free for the {what}")
+    return Memory(nbytes, what)
+
+
 def measure(engine: CpuEngine, available: int) -> Ceilings:
     """The ceilings with the engine's threads; at most half of ``available`` bytes are used.
 
-    Raises UnsupportedError when the code object cannot measure.
+    Raises UnsupportedError when the code object cannot measure, ResourceError without memory.
     """
     pointer, count = ctypes.c_void_p, ctypes.c_uint64
     probe = function(engine, "zl_probe", [pointer, pointer, count, count, pointer])
     cache = last_cache_bytes()
     least = 4096 * engine.n_threads
-    nbytes = max(min(_BUFFER * cache, _LARGEST, available // 2), least)
-    memory = Memory(nbytes, "measurement of the ceilings")
+    memory = _buffer(min(_BUFFER * cache, _LARGEST, available // 2), least)
+    nbytes = memory.nbytes
     found = CCeilings()
     try:
         inside = max(least, min(int(_IN_CACHE * cache), nbytes))

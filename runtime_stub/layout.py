@@ -138,6 +138,7 @@ def align_up(value: int, alignment: int) -> int:
 
 _DIGITS = bytes(48 if c in b"0123456789" else 32 for c in range(256))
 _NOT_BRACKETS = bytes(c for c in range(256) if c not in b'[]{}"')
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
 
 
 def digest_of(raw: bytes, digest: str) -> Optional[str]:
@@ -163,6 +164,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if value - value != 0:  # the parser has read 1e999 as infinity
+        raise ValueError(f"{text[:60]} is more than a number can be")
+    return value
+
+
 def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
@@ -183,7 +191,8 @@ def _long_number(bare: bytes) -> bool:
 
 
 def parse_json(raw: bytes, limit: int = MAX_MANIFEST_BYTES) -> Any:
-    """JSON, bounded in size and depth, without duplicate keys, NaN or oversized numbers.
+    """JSON, bounded in size and depth, without duplicate keys, NaN, infinity or oversized
+    numbers.
 
     Raises ValueError saying what is wrong; never RecursionError.
     """
@@ -194,13 +203,17 @@ def parse_json(raw: bytes, limit: int = MAX_MANIFEST_BYTES) -> Any:
         bare = bare.replace(b"\\\\", b"").replace(b'\\"', b"")
     if _long_number(bare):
         raise ValueError("a number of more than 20 digits")
-    brackets = bare.translate(None, _NOT_BRACKETS)
+    brackets = bare.translate(_ONE_KIND, _NOT_BRACKETS)  # which kind is for the parser to match
     # neighbouring quotes enclose nothing that counts; without them few are left to split at
     brackets = b"".join(brackets.replace(b'""', b"").split(b'"')[::2])  # without strings
-    for _ in range(MAX_JSON_DEPTH):  # each round removes at least the innermost level
-        if not brackets:
+    too_deep = b"[" * (MAX_JSON_DEPTH + 1) in brackets
+    for _ in range(
+        0 if too_deep else MAX_JSON_DEPTH
+    ):  # each round removes the innermost level, and no other
+        before = len(brackets)
+        brackets = brackets.replace(b"[]", b"")
+        if len(brackets) == before:
             break
-        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
     if brackets:
         raise ValueError(f"brackets that do not match or are nested deeper than {MAX_JSON_DEPTH}")
     return _loads(raw.decode("utf-8"))
@@ -212,7 +225,7 @@ class _Settings:
     strict = True
     object_hook = None
     object_pairs_hook = staticmethod(_unique)
-    parse_float = float
+    parse_float = staticmethod(_finite)
     parse_int = int
     parse_constant = staticmethod(_no_constant)
 
@@ -228,7 +241,9 @@ def _loads(text: str) -> Any:
     except (ImportError, AttributeError):  # a Python whose scanner is another
         import json
 
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        return json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+        )
     blanks = " \t\n\r"
     start = len(text) - len(text.lstrip(blanks))
     try:
@@ -281,4 +296,8 @@ def shape_problem(manifest: dict[str, Any]) -> Optional[str]:
         element = _ELEMENTS.get(path)
         if element is not None and not all(type(item) is element for item in value):
             return f"{path} holds something that is not of type {element.__name__}"
+    least = int(any(e.get("name") == "step" for e in manifest.get("entry_points", ())))
+    words = manifest.get("model", {}).get("vocab_size", least)
+    if not least <= words < 1 << 31:  # a graph has none
+        return f"model.vocab_size is {str(words)[:30]}, not from {least} to {(1 << 31) - 1}"
     return None

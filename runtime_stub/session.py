@@ -290,6 +290,8 @@ class Session:
             "kv_block_size": self.memory.block_size,
         }
         limits = self.manifest.get("limits", {})
+        if any(e.get("name") == "step" for e in self.manifest["entry_points"]):
+            expected["vocab_size"] = self.vocab_size
         for key in ("max_tokens", "max_seqs", "max_logit_rows"):
             if key in limits:
                 expected[key] = limits[key]

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -371,6 +372,50 @@ def test_json_reader_looks_into_no_string(value: list[object]) -> None:
         assert all(n < 10**20 for n in numbers) and depth(value) <= 24
     except ValueError:
         assert any(n >= 10**20 for n in numbers) or depth(value) > 24
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"[" * (16 << 20), b"[" * (8 << 20) + b"]" * (8 << 20), b"[{" * (8 << 20), b"[]" * (8 << 20)],
+    ids=["open", "nested", "kinds", "flat"],
+)
+def test_nothing_but_brackets_is_refused_at_once(raw: bytes) -> None:
+    begin = time.process_time()
+    with pytest.raises(ValueError, match=r"nested deeper than 24|more than one value"):
+        layout.parse_json(raw)
+    assert time.process_time() - begin < 5
+
+
+def test_depth_counts_both_kinds_of_brackets() -> None:
+    """24 levels of lists and objects by turns are read, a 25th is refused."""
+    most = b'{"a":[' * 12 + b"]}" * 12
+    layout.parse_json(most)
+    for more in (b"[" + most + b"]", b'{"a":[' * 12 + b"{}" + b"]}" * 12, b"[{}," + most + b",1]"):
+        with pytest.raises(ValueError, match="nested deeper than 24"):
+            layout.parse_json(more)
+
+
+@pytest.mark.parametrize("text", ["1e999", "-1e999", '{"a": [1.5, 2e308]}'])
+def test_numbers_beyond_a_double_are_refused(text: str) -> None:
+    assert layout.parse_json(b'{"a": [1.5, 1.7e308, -1e-999]}') == {"a": [1.5, 1.7e308, 0.0]}
+    with pytest.raises(ValueError, match="more than a number can be"):
+        layout.parse_json(text.encode())
+
+
+@pytest.mark.parametrize("words", [0, -1, 1 << 31, 10**19, True, "9", None, 5.0])
+def test_a_language_models_vocabulary_is_a_count(tmp_path: Path, words: object) -> None:
+    """A graph has none; a language model's ids are not negative and fit 32 bits."""
+    path = tmp_path / "x.zla"
+
+    def with_words(value: object, entry: str) -> None:
+        changes = {"model": {"vocab_size": value}, "entry_points": [{"name": entry}]}
+        path.write_bytes(generate.build(lambda m: m.update(changes)))
+
+    with_words(0, "run")
+    open_artifact(str(path)).close()
+    with_words(words, "step")
+    with pytest.raises(IntegrityError, match=r"model.vocab_size is"):
+        open_artifact(str(path))
 
 
 def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,3 +287,47 @@ def test_the_start_runner_does_what_the_command_does(tiny_artifact: Path) -> Non
     product = modules(str(tiny_artifact), "generate", "--tokens", ids, "-n", "1")
     runner = modules(str(ROOT / "bench" / "runners" / "start.py"), str(tiny_artifact), ids, "1")
     assert runner == product
+
+
+def refused(script: str, *arguments: object) -> tuple[int, str]:
+    command = [sys.executable, str(ROOT / "bench" / script), *map(str, arguments)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode != 0 and done.stdout == ""
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
+def test_what_the_scripts_refuse(tiny_artifact: Path, tmp_path: Path) -> None:
+    """In a line of their own or of the artifact's, with its exit code."""
+    missing, other = tmp_path / "no.zla", tmp_path / "other.py"
+    other.write_text("print('{}')\n")
+    for script in ("neighbours.py", "start.py"):
+        assert "no.zla" in refused(script, missing)[1]
+        assert "other.py" in refused(script, other)[1]
+    for option in ("--rounds", "--steps"):
+        code, text = refused("neighbours.py", tiny_artifact, option, 0)
+        assert code == 2 and option in text
+    for option in ("-n", "--threads"):
+        code, text = refused("start.py", tiny_artifact, option, 0)
+        assert code == 2 and option in text
+    code, text = refused("start.py", tiny_artifact, "-n", 1, "--threads", 10**6)
+    assert code == 2 and "--threads" in text
+    assert "nowhere" in refused("start.py", tiny_artifact, "--python", tmp_path / "nowhere")[1]
+    code, text = refused("neighbours.py", tiny_artifact, "--steps", 10**6)
+    assert code == 2 and "context" in text
+
+
+def test_the_scripts_measure_a_small_model(tiny_artifact: Path) -> None:
+    def run(script: str, *arguments: object) -> str:
+        command = [sys.executable, str(ROOT / "bench" / script), *map(str, arguments)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    assert "first step, 16 tokens" in run("start.py", tiny_artifact, "-n", 1, "--threads", 1)
+    found = json.loads(run("neighbours.py", tiny_artifact, "--rounds", 1, "--steps", 4, "--json"))
+    assert found["alone"] > 0 and found["two models, together"] > 0
+
+
+def test_prompts_stay_in_a_small_vocabulary() -> None:
+    for words in (1, 7, 300, 301, 512):
+        assert all(0 <= i < words for i in common.prompt_ids(64, 3, words))
+    assert min(common.prompt_ids(64)) >= 300

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from zerolayer.runtime_stub import errors, npy, options
 from zerolayer.runtime_stub.cli import COMMANDS, main
 from zerolayer.runtime_stub.container import Artifact
 from zerolayer.runtime_stub.detect import host_facts
+from zerolayer.runtime_stub.driver_cpu import CpuEngine
 from zerolayer.runtime_stub.memory import RESERVE_BYTES, MemoryPlan, human
 from zerolayer.runtime_stub.session import Session
 
@@ -549,6 +551,28 @@ def test_info_and_help(artifact: Path, capsys: Any) -> None:
         assert shown.code == 0 and "--json" in shown.out and "mask" not in shown.out
 
 
+def test_bench_prefills_every_sequence(
+    artifact: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a decode step reads a position of a sequence, a step has written it."""
+    written: set[tuple[int, int]] = set()
+    step = CpuEngine.step
+
+    def watched(engine: CpuEngine, batch: Any, *args: Any, **more: Any) -> Any:
+        bounds = pairwise(batch.seq_starts)
+        for (begin, end), blocks in zip(bounds, batch.block_tables, strict=True):
+            slots = [(blocks[p // 16], p % 16) for p in range(batch.positions[end - 1] + 1)]
+            first = batch.positions[begin]
+            assert written.issuperset(slots[:first])
+            written.update(slots[first:])
+        return step(engine, batch, *args, **more)
+
+    monkeypatch.setattr(CpuEngine, "step", watched)
+    run = Run(capsys, artifact, "bench", "-p", "20", "-n", "3", "--batch", "2", "--json")
+    assert run.code == 0, run.err
+    assert {block for block, _ in written} == {0, 1, 2, 3}
+
+
 def test_bench_reports_every_part(artifact: Path, capsys: Any) -> None:
     """The fake engine's calls take 1, 2 and 3 us, then 4 us of waiting; it reads 10 GB/s."""
     run = Run(capsys, artifact, "bench", "-p", "40", "-n", "8", "--batch", "2", "--json")
@@ -804,3 +828,9 @@ def test_session_is_closed_after_use(artifact: Path) -> None:
         session.start(2, 1)
         assert array.array("i", [1]).itemsize == 4
     assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+
+
+def test_the_compiler_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "zerolayer.compiler.cli", "--version"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("zerolayer ")

@@ -168,7 +168,7 @@ def test_a_ceiling_that_moves_is_noted(artifact: Path, capsys: Any, monkeypatch:
     speeds = iter((10.0, 20.0, 10.0, 12.9))
 
     def measure(*_: object) -> Ceilings:
-        return Ceilings(CCeilings(next(speeds), 100.0, 5.0, 0.0, 20.0), 1000, 1)
+        return Ceilings(CCeilings(next(speeds), 100.0, 5.0, 0.0, 20.0), 1000, 8000)
 
     monkeypatch.setattr("zerolayer.runtime_stub.ceilings.measure", measure)
     monkeypatch.setattr(bench, "_WAITED", 100.0)  # the stand-in's times are longer than its step

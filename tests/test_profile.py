@@ -412,3 +412,46 @@ def test_a_profile_of_a_graph(tmp_path: Path, fusion: str, threads: int) -> None
     assert check_steps(trace, calls, threads) == ["run"]
     rows = {e["args"]["rows"] for t in trace["slices"].values() for e in t if "args" in e}
     assert rows == {7}
+
+
+def test_ceilings_without_memory(artifact: Path, tmp_path: Path) -> None:
+    """Less is measured with where there is less; nothing, with a note, where there is none."""
+    program = (
+        "import resource, runpy, sys\n"
+        "limit = int(sys.argv.pop(1)) * 1024\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "250000", str(artifact), "bench", "-p", "5", "-n", "2",
+         "--threads", "1", "--json"],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["prefill"]["tokens_per_second"] > 0 and data["decode"]["tokens_per_second"] > 0
+    assert data["ceilings"] is None or data["ceilings"]["buffer_bytes"] < 125000 * 1024
+
+
+def test_the_buffer_of_the_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+
+    class Scarce:
+        """Memory of a host that gives at most 2 MiB at once."""
+
+        def __init__(self, nbytes: int, what: str) -> None:
+            given.append(nbytes)
+            if nbytes > 2 << 20:
+                raise ResourceError(f"no {what}")
+            self.nbytes = nbytes
+
+    monkeypatch.setattr(ceilings, "Memory", Scarce)
+    assert ceilings._buffer(8 << 20, 4096).nbytes == 2 << 20
+    assert given == [8 << 20, 4 << 20, 2 << 20]
+    for asked in (64 << 20, 100):
+        with pytest.raises(ResourceError, match="measurement of the ceilings"):
+            ceilings._buffer(asked, 4096)
+    small = ceilings.Ceilings(ceilings.CCeilings(), 32 << 20, 63 << 20)
+    assert "63 MiB" in small.note and "32 MiB" in small.note
+    assert ceilings.Ceilings(ceilings.CCeilings(), 32 << 20, 64 << 20).note == ""

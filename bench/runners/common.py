@@ -15,7 +15,7 @@ from types import SimpleNamespace
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from typing import Any
+    from typing import Any, NoReturn
 
 SHORT_PROMPT = 16  # tokens before the first token of a cold start
 VOCABULARY = 31000  # the compared models have more; the first 300 are special tokens and bytes
@@ -46,12 +46,28 @@ def arguments() -> SimpleNamespace:
     return SimpleNamespace(**values)
 
 
+def count(text: str) -> int:
+    """An option's number, at least 1."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def failed(code: int, problem: str, what: str) -> NoReturn:
+    """Ends this process as a child did, with its own words."""
+    sys.stderr.write(problem.strip() + "\n" if problem.strip() else "")
+    sys.stderr.write(f"error: {what} ended with {code}\n")
+    sys.exit(code if 0 < code < 128 else 1)
+
+
 def prompt_ids(count: int, seed: int = 0, vocabulary: int = VOCABULARY) -> list[int]:
     """Reproducible token ids, the same for every peer."""
     x, out = 12345 + seed * 977, []
     for _ in range(count):
         x = (x * 1103515245 + 12345) & 0x7FFFFFFF
-        out.append(300 + x % (min(vocabulary, VOCABULARY) - 300))
+        word = 300 + x % (min(vocabulary, VOCABULARY) - 300) if vocabulary > 300 else x
+        out.append(word % vocabulary)
     return out
 
 

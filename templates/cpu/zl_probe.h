@@ -135,6 +135,7 @@ static void zl_probe_thread(void *arg, int32_t thread) {
   else
     t->amount = zl_probe_compute(job->kind);
   t->end = zl_now();
+  zl_team_barrier(job->team); /* the slower thread is waited for here, not at the job's end, where the team learns */
 }
 
 /* 1e9 bytes or operations a second, the best of a few tries: from the first begin to the last end. */
