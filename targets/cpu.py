@@ -197,7 +197,9 @@ class _Module:
             total = sum(items) if op == "QkvRopeCache" else max(items, default=0)
             for i, (b, n) in enumerate(zip(weights, items, strict=True)):
                 first = sum(items[:i]) if op == "QkvRopeCache" else 0
-                place = {"offset": b.offset or 0, "item_bytes": b.nbytes // n}
+                if b.offset is None:
+                    raise ValueError(f"buffer {b.name} has no offset: the program was not planned")
+                place = {"offset": b.offset, "item_bytes": b.nbytes // n}
                 out.append(place | {"first": first, "items": n, "total": total, "phase": phase})
         return out
 

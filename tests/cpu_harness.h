@@ -5,7 +5,7 @@ static int call(zl_team_fn fn, const state *s, int64_t rows, void *const *p, con
   zl_team *team = NULL;
   int32_t status = zl_team_create(s->n_threads, NULL, 0, &team);
   if (status) return status;
-  job j = {{0, s->n_threads, s->n_seqs, s->max_blocks, s->token_seq, s->positions, s->seq_starts, s->block_table, NULL, team, 0, NULL}, rows, p, i, d, NULL};
+  job j = {{0, s->n_threads, s->n_seqs, s->max_blocks, s->token_seq, s->positions, s->seq_starts, s->block_table, NULL, team, 0}, rows, p, i, d, NULL};
   j.scratch = aligned_alloc(64, (size_t)ZL_SCRATCH_BYTES * (size_t)s->n_threads);
   if (!j.scratch) return 5;
   zl_team_run(team, fn, &j);

@@ -1,4 +1,5 @@
 /* Checks of the thread team, of work dealt out while it runs and of reading ahead; test_cpu_team.py compiles it. */
+#include "zl_ahead.h"
 #include "zl_quantize.h"
 
 typedef struct job {
@@ -35,17 +36,21 @@ int deal(int32_t threads, int64_t items, int32_t calls, int64_t phases, int64_t 
   return 0;
 }
 
+static int nothing_to_do(void *arg) { return (void)arg, 0; }
+
 static void come_late(void *arg, int32_t thread) {
   job *j = arg;
   if (thread && j->sleep_us) usleep((useconds_t)j->sleep_us);
-  for (int64_t p = 0; p < j->phases; p++) zl_team_barrier(j->team);
+  for (int64_t p = 0; p < j->phases; p++)
+    zl_team_barrier_with(j->team, NULL, NULL, j->calls ? nothing_to_do : NULL, NULL);
 }
 
-/* The team's patience before anything, after a barrier that another thread came late to, after many quick ones. */
-int patience(int64_t sleep_us, int64_t quick, int32_t *seen) {
+/* The team's patience before anything, after a barrier that another thread came late to, after many quick ones; `few`:
+ * barriers of short phases. */
+int patience(int32_t few, int64_t sleep_us, int64_t quick, int32_t *seen) {
   zl_team *team = NULL;
   if (zl_team_create(2, NULL, 0, &team)) return -1;
-  job j = {team, 0, 1, 0, NULL, sleep_us};
+  job j = {team, 0, 1, few, NULL, sleep_us};
   seen[0] = team->patience;
   zl_team_run(team, come_late, &j);
   seen[1] = team->patience;
@@ -61,7 +66,7 @@ int patience(int64_t sleep_us, int64_t quick, int32_t *seen) {
 int ahead(const zl_region *regions, int32_t n, int32_t thread, int32_t n_threads, int32_t phase, int32_t next,
           int64_t *out) {
   static const char weights[1];
-  struct zl_ahead a = {.weights = weights, .regions = regions, .n_regions = n, .thread = thread, .n_threads = n_threads};
+  zl_ahead a = {.weights = weights, .regions = regions, .n_regions = n, .thread = thread, .n_threads = n_threads};
   zl_ahead_begin(&a, phase, next, 0);
   for (int32_t s = 0; s < a.streams; s++) {
     out[2 * s] = a.at[s] - weights;

@@ -528,6 +528,20 @@ def everything() -> Any:
     )
 
 
+def test_exp_has_the_same_bits_on_every_level() -> None:
+    """One instruction scales by 2^n where there is one, two multiplications elsewhere."""
+    values = [everything(), np.array([np.inf, -np.inf, -0.0, 89.4, 88.8, -103.9], np.float32)]
+    x = np.concatenate([*values, np.float32(-87.4) - np.arange(20000, dtype=np.float32) / 1000])
+    seen = []
+    for level in ("zen4", "v4", "v3"):
+        y = np.zeros_like(x)
+        kernels_for(level).lib.exp_all(
+            ctypes.c_void_p(x.ctypes.data), ctypes.c_void_p(y.ctypes.data), ctypes.c_int64(x.size)
+        )
+        seen.append(y.tobytes())
+    assert seen[0] == seen[1] == seen[2]
+
+
 def test_elementary_functions(kernels: Kernels) -> None:
     """The errors that zl_math.h states."""
     x = everything()

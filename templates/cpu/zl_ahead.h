@@ -4,8 +4,8 @@
  *
  * One token's step is one pass over the weights, and which bytes come next is known before the step begins.  Memory
  * would idle while a thread waits at a barrier: here the thread fetches its share of the next matrices into L2 instead.
- * Only hints are given: results do not depend on it.  The kernels themselves leave their streams to the machine's
- * prefetchers: asking for lines by hand costs more than it brings (docs/decisions.md).
+ * Only hints are given: results do not depend on it.  A kernel for few tokens leaves its stream to the machine's
+ * prefetchers: asking for its lines by hand costs more than it brings (docs/decisions.md).
  */
 #ifndef ZL_AHEAD_H
 #define ZL_AHEAD_H
@@ -25,7 +25,7 @@ typedef struct zl_region {
   int32_t phase;
 } zl_region;
 
-struct zl_ahead {
+typedef struct zl_ahead {
   const char *weights;
   const zl_region *regions; /* [n_regions], phases ascending */
   int32_t n_regions, thread, n_threads;
@@ -34,17 +34,19 @@ struct zl_ahead {
   int32_t streams;
   int64_t budget; /* bytes that this phase may still fetch */
   const char *at[ZL_AHEAD_STREAMS], *end[ZL_AHEAD_STREAMS];
-};
+} zl_ahead;
 
 /* Takes the regions of the next phase in hand: this thread's share of each, as zl_share deals it. */
-static inline void zl_ahead_take(struct zl_ahead *a) {
+static inline void zl_ahead_take(zl_ahead *a) {
   a->streams = 0;
   if (a->next >= a->n_regions) return;
   a->phase = a->regions[a->next].phase;
   for (; a->next < a->n_regions && a->regions[a->next].phase == a->phase; a->next++) {
     const zl_region *r = &a->regions[a->next];
-    int64_t begin = (int64_t)r->total * a->thread / a->n_threads - r->first;
-    int64_t end = (int64_t)r->total * (a->thread + 1) / a->n_threads - r->first;
+    int64_t begin, end;
+    zl_share(&(zl_task){.thread = a->thread, .n_threads = a->n_threads}, r->total, &begin, &end);
+    begin -= r->first;
+    end -= r->first;
     if (begin < 0) begin = 0;
     if (end > r->items) end = r->items;
     if (begin >= end || a->streams == ZL_AHEAD_STREAMS) continue;
@@ -54,7 +56,7 @@ static inline void zl_ahead_take(struct zl_ahead *a) {
 }
 
 /* Phase `phase` begins; `next` is the first region of a later phase.  What is in hand for a later phase stays. */
-static inline void zl_ahead_begin(struct zl_ahead *a, int32_t phase, int32_t next, int64_t budget) {
+static inline void zl_ahead_begin(zl_ahead *a, int32_t phase, int32_t next, int64_t budget) {
   if (a->streams == 0 || a->phase <= phase) {
     a->next = next;
     zl_ahead_take(a);
@@ -63,7 +65,7 @@ static inline void zl_ahead_begin(struct zl_ahead *a, int32_t phase, int32_t nex
 }
 
 /* Fetches about `lines` lines of what comes next. */
-static inline void zl_ahead_fetch(struct zl_ahead *a, int64_t lines) {
+static inline void zl_ahead_fetch(zl_ahead *a, int64_t lines) {
   while (lines > 0 && a->budget > 0) {
     int32_t open = 0;
     for (int32_t s = 0; s < a->streams; s++) {
@@ -82,7 +84,7 @@ static inline void zl_ahead_fetch(struct zl_ahead *a, int64_t lines) {
 
 /* For zl_team_barrier_with: a few lines, so that the barrier is looked at often. */
 static inline int zl_ahead_idle(void *arg) {
-  struct zl_ahead *a = (struct zl_ahead *)arg;
+  zl_ahead *a = (zl_ahead *)arg;
   const int64_t before = a->budget;
   zl_ahead_fetch(a, 4);
   return a->budget != before;

@@ -1,6 +1,6 @@
 /* Paged attention and the KV cache: CacheWrite, PagedAttention, PagedAttentionQuantizeInt8.
  *
- * In: zl_math.h, zl_quantize.h.  Out: zl_kv_slot, zl_cache_put (used by zl_qkv.h), the kernels.  Next file:
+ * In: zl_math.h, zl_quantize.h.  Out: zl_kv_block, zl_cache_put (used by zl_qkv.h), the kernels.  Next file:
  * zl_elementwise.h.
  *
  * One layer's share of a KV block, KV = f32 or f16 (bf16: zl_attention_bf16.h):
@@ -274,7 +274,8 @@ ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, int fetch, const zl
   zl_weigh(a, QB, fetch, s, factor, at, positions, out);
 }
 
-/* The chunk at c0 and the one after it; past `end` the nearest positions before it again, masked later. */
+/* The chunk at c0 and the one after it, of a context that ends at `end`; past it the nearest positions before it again,
+ * masked later. */
 ZL_KERNEL void zl_locate_chunk(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, const char *k,
                                const char *v, int64_t c0, int64_t end, zl_chunk_at *at) {
   const int64_t hd = a->head_dim, bs = a->block_size, bytes = zl_kv_bytes(a->kv_dtype);
@@ -302,12 +303,12 @@ ZL_KERNEL void zl_chunk_tile(const zl_attention_shape *a, const zl_queries *tile
   if (tile->n - i == 1) zl_chunk(a, 1, fetch, tile, i, c0, positions, at, seen);
 }
 
-/* all queries of the tile over positions [begin, end], within one span; `seen` starts empty */
+/* all queries of the tile over positions [begin, end], within one span of a context that ends at context_end; `seen` starts empty */
 ZL_KERNEL void zl_span(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, char *k, char *v,
-                       int64_t begin, int64_t end, zl_seen *seen) {
+                       int64_t begin, int64_t end, int64_t context_end, zl_seen *seen) {
   for (int64_t c0 = begin / ZL_CHUNK * ZL_CHUNK; c0 <= end; c0 += ZL_CHUNK) {
     zl_chunk_at at;
-    zl_locate_chunk(t, a, tile, k, v, c0, end, &at);
+    zl_locate_chunk(t, a, tile, k, v, c0, context_end, &at);
     zl_chunk_tile(a, tile, c0, end - c0 + 1 < ZL_CHUNK ? end - c0 + 1 : ZL_CHUNK, &at, seen);
   }
 }
@@ -350,7 +351,7 @@ ZL_KERNEL void zl_attend(const zl_task *t, const zl_attention_shape *a, const zl
     const int64_t begin = span > from ? span : from;
     const int64_t end = span + ZL_SPAN - 1 < last ? span + ZL_SPAN - 1 : last;
     zl_seen_reset(seen, tile->n, stride);
-    zl_span(t, a, tile, k, v, begin, end, seen);
+    zl_span(t, a, tile, k, v, begin, end, last, seen);
     if (seen == part) zl_seen_merge(total, part, tile->n, stride, a->kv_dtype == ZL_KV_BF16 ? 0x1.62e43p-1f : 1.0f); /* ln 2 */
   }
 }

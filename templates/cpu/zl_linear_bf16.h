@@ -232,11 +232,7 @@ ZL_KERNEL void zl_gated_linear_quantize_bf16(const zl_task *t, int64_t rows, con
     v16f h[2][8];                                                                                          \
     for (int64_t s = 0; s < 2; s++)                                                                        \
       zl_gated_bf16_tile(MT, px, turn, 2 * (g) + s, gate, up, bias_gate, bias_up, N, K, activation, h[s]); \
-    for (int m = 0; m < MT; m++) {                                                                         \
-      const int64_t r = (row) + m;                                                                         \
-      zl_quantize32(h[0][m], h[1][m], out_q + r * N + 32 * (g), out_scale + r * (N / 32) + (g),            \
-                    out_sums + r * (N / 16) + 2 * (g));                                                    \
-    }                                                                                                      \
+    zl_quantize32_rows(MT, h[0], h[1], row, g, N, out_q, out_scale, out_sums);                             \
   } while (0)
   ZL_BF16_TILES(rows, x, K, N / 32, 1, ZL_CALL);
 #undef ZL_CALL

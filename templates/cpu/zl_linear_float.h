@@ -229,11 +229,7 @@ ZL_KERNEL void zl_gated_linear_quantize_float(const zl_task *t, int64_t rows, co
     v16f h[2][8];                                                                                                \
     for (int64_t s = 0; s < 2; s++)                                                                              \
       zl_gated_float_tile(format, MT, px, 2 * g + s, gate, up, bias_gate, bias_up, N, K, activation, h[s]);       \
-    for (int m = 0; m < MT; m++) {                                                                               \
-      const int64_t row = (first) + m;                                                                           \
-      zl_quantize32(h[0][m], h[1][m], out_q + row * N + 32 * g, out_scale + row * (N / 32) + g,                   \
-                    out_sums + row * (N / 16) + 2 * g);                                                          \
-    }                                                                                                            \
+    zl_quantize32_rows(MT, h[0], h[1], first, g, N, out_q, out_scale, out_sums);                                 \
   } while (0)
   ZL_FLOAT_TILES(rows, x, K, kind, begin, end, ZL_CALL)
 #undef ZL_CALL

@@ -314,18 +314,6 @@ ZL_KERNEL void zl_gated_linear_int8(const zl_task *t, int64_t rows, const int8_t
   }
 }
 
-/* Columns 32 g .. 32 g + 32 of MT rows of a bundle [T, N], from row `first` on. */
-ZL_KERNEL void zl_quantize32_rows(int MT, const v16f *a, const v16f *b, int64_t first, int64_t g, int64_t N, int8_t *q,
-                                  float *scale, float *sums) {
-  q += first * N + 32 * g;
-  scale += first * (N / 32) + g;
-  sums += first * (N / 16) + 2 * g;
-  if (MT == 8)
-    zl_quantize32_eight(a, b, q, N, scale, N / 32, sums, N / 16);
-  else
-    for (int m = 0; m < MT; m++) zl_quantize32(a[m], b[m], q + m * N, scale + m * (N / 32), sums + m * (N / 16));
-}
-
 /* the same, N a multiple of 32 -> q i8[T,N], scale f32[T,N/32], sums f32[T,N/16] */
 ZL_KERNEL void zl_gated_linear_quantize_int8(const zl_task *t, int64_t rows, const int8_t *q, const float *scale,
                                              const float *sums, const uint8_t *gate, const uint8_t *up,

@@ -10,7 +10,7 @@
 #define ZL_MATH_H
 #include "zl_simd.h"
 
-/* p * 2^n, rounded once; |n| < 250 an integer, or NaN */
+/* p * 2^n, rounded once; |n| < 250 an integer, or p is NaN (then any n, and any NaN) */
 ZL_KERNEL v16f zl_scale2(v16f p, v16f n) {
 #if ZL_AVX512
   return (v16f)_mm512_scalef_ps((__m512)p, (__m512)n);

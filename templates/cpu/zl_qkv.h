@@ -74,6 +74,7 @@ ZL_KERNEL void zl_qkv_int8_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_
 
 /* The same for tokens t0 .. until, which go through tile products: as many at once as ZL_QKV_FLOATS holds. */
 #define ZL_QKV_FLOATS 16384
+_Static_assert(ZL_QKV_FLOATS / ZL_MAX_HEAD_DIM >= 32, "a rest that is made to sixteen must leave some");
 ZL_KERNEL void zl_qkv_amx_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int format, int role,
                                zl_bundle a, int64_t t0, int64_t until, int64_t head) {
   _Alignas(64) float x[ZL_QKV_FLOATS];

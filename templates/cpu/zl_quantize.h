@@ -1,6 +1,6 @@
 /* The int8 activation bundle: how 32 floats become q, scale and sums.
  *
- * In: zl_simd.h.  Out: zl_quantize32, and the same for eight at once.  Next file: zl_linear_int8.h.
+ * In: zl_simd.h.  Out: zl_quantize32, the same for eight at once, zl_quantize32_rows.  Next file: zl_linear_int8.h.
  */
 #ifndef ZL_QUANTIZE_H
 #define ZL_QUANTIZE_H
@@ -77,6 +77,18 @@ ZL_KERNEL void zl_quantize32_eight(const v16f *a, const v16f *b, int8_t *q, int6
     sums[m * sums_step] = s0[m];
     sums[m * sums_step + 1] = s1[m];
   }
+}
+
+/* Columns 32 g .. 32 g + 32 of MT rows of a bundle [T, N], from row `first` on. */
+ZL_KERNEL void zl_quantize32_rows(int MT, const v16f *a, const v16f *b, int64_t first, int64_t g, int64_t N, int8_t *q,
+                                  float *scale, float *sums) {
+  q += first * N + 32 * g;
+  scale += first * (N / 32) + g;
+  sums += first * (N / 16) + 2 * g;
+  if (MT == 8)
+    zl_quantize32_eight(a, b, q, N, scale, N / 32, sums, N / 16);
+  else
+    for (int m = 0; m < MT; m++) zl_quantize32(a[m], b[m], q + m * N, scale + m * (N / 32), sums + m * (N / 16));
 }
 
 #endif

@@ -9,7 +9,7 @@
  */
 #ifndef ZL_SIMD_H
 #define ZL_SIMD_H
-#include "zl_ahead.h"
+#include "zl_task.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -59,7 +59,6 @@ typedef struct zl_task {
   char *scratch;               /* [ZL_SCRATCH_BYTES], 64-byte aligned, this thread's own */
   zl_team *team;
   int32_t deal;                /* the call's cursors in the team, < 0: its items are dealt out beforehand */
-  struct zl_ahead *ahead;      /* what this thread reads after this phase, or NULL: zl_ahead.h */
 } zl_task;
 
 static inline void zl_barrier(const zl_task *t) { zl_team_barrier(t->team); }
