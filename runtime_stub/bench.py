@@ -130,7 +130,8 @@ def run_bench(session: Session, values: Values, as_json: bool) -> dict[str, Any]
     if profile is not None:
         profile.use(engine)
         profile.picked = True
-        profile.write(*steps)
+        for step in steps:
+            profile.add(step)
     data = {
         "model": session.manifest.get("model", {}).get("name"),
         "target": session.target.get("name"),

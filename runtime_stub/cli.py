@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing import Any, Callable, Optional
 
     from .options import Values
+    from .profile import Profile
     from .session import Session
 
     #: (session, options, --json?) -> (exit code, the JSON object)
@@ -248,10 +249,36 @@ def _run(name: str, path: str, values: Values, mask: Iterable[str]) -> int:
 
     as_json = bool(values["json"])
     with Session(path, mask) as session:
-        code, data = _command(name)(session, values, as_json)
+        try:
+            code, data = _command(name)(session, values, as_json)
+            if not as_json:
+                sys.stdout.flush()
+        except (BrokenPipeError, KeyboardInterrupt):
+            if session.profile is not None:
+                session.profile.rescue()
+            raise
+        error = None if session.profile is None else _trace_error(session.profile)
+        if error is not None and not as_json:
+            raise error
+        if error is not None:
+            data["profile_error"] = error.as_dict()
+            code = _fail(error, False)
     if as_json:
         _print_json(data)
     return code
+
+
+def _trace_error(profile: Profile) -> Optional[ZerolayerError]:
+    """Writes the trace; what went wrong with it does not take the result along."""
+    try:
+        profile.write()
+    except ZerolayerError as e:
+        return e
+    except KeyboardInterrupt:
+        error = ZerolayerError("no trace was written: interrupted", where=profile.path)
+        error.exit_code, error.kind = EXIT_INTERRUPTED, "interrupted"
+        return error
+    return None
 
 
 def _command(name: str) -> Command:

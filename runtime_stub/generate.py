@@ -15,6 +15,7 @@ from .step import SamplingParams
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any, Callable, Optional
 
     from .options import Values
@@ -312,19 +313,24 @@ def _usage(prompt: int, completion: int) -> dict[str, int]:
     }
 
 
-def profile_from(session: Session, values: Values) -> Optional[Profile]:
+def profile_from(
+    session: Session, values: Values, taken: Iterable[tuple[str, str]] = ()
+) -> Optional[Profile]:
     """What ``--profile`` asks for, if it does; UsageError for a path that cannot be written."""
     if values["profile"] is None:
         return None
     from .profile import Profile
 
-    return Profile(session, values["profile"])
+    return Profile(session, values["profile"], taken)
 
 
 def run_generate(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
     """``generate``: returns what ``--json`` prints."""
     session.require_host()
     limits = session.limits()
+    file = values["prompts_file"]
+    taken = [] if file in (None, "-") else [("the prompts file", file)]
+    profile = profile_from(session, values, taken)
     prompts = prompts_from(session, values)
     sampling = sampling_from(session, values)
     count = values["max_new_tokens"] or DEFAULT_NEW_TOKENS
@@ -343,7 +349,6 @@ def run_generate(session: Session, values: Values, as_json: bool) -> dict[str, A
     )
     blocks = session.kv_blocks(wanted, lengths[0], context, values["kv_memory"])
     threads, why = session.threads(values["threads"])
-    profile = profile_from(session, values)
     scheduler = session.scheduler(
         blocks, threads, pin=values["pin"], max_context=context, profile=profile
     )
@@ -360,8 +365,6 @@ def run_generate(session: Session, values: Values, as_json: bool) -> dict[str, A
         _print_results(results, live)
         cut = sum(r["stopped_by"] == "context" for r in results)
         note_cut(cut, len(results), scheduler.context_limit)
-    if profile is not None:
-        profile.write()
     totals = [sum(r["usage"][k] for r in results) for k in ("prompt_tokens", "completion_tokens")]
     common: dict[str, Any] = {
         "model": session.manifest.get("model", {}).get("name"),

@@ -96,6 +96,12 @@ def _union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return out
 
 
+def sequences_of(batch: StepBatch) -> list[tuple[int, int]]:
+    """(first position, tokens) of each sequence."""
+    starts = batch.seq_starts
+    return [(batch.positions[starts[i]], starts[i + 1] - starts[i]) for i in range(len(starts) - 1)]
+
+
 def function(engine: CpuEngine, name: str, types: list[Any]) -> Callable[..., int]:
     """A function of the code object that not every one has; UnsupportedError without it."""
     try:
@@ -131,21 +137,12 @@ class Recorder:
 
     def step(self, batch: StepBatch) -> tuple[Sequence[int], Step]:
         """``engine.step``, traced."""
-        starts = batch.seq_starts
-        sequences = [
-            (batch.positions[starts[i]], starts[i + 1] - starts[i]) for i in range(len(starts) - 1)
-        ]
         begin = time.perf_counter_ns()
         tokens = self.engine.step(batch)
-        return tokens, self._collect(begin, time.perf_counter_ns(), sequences)
+        return tokens, self.collect(begin, time.perf_counter_ns(), sequences_of(batch))
 
-    def run(self, inputs: Sequence[Any], outputs: Sequence[Any], dims: Sequence[int]) -> Step:
-        """``engine.run``, traced."""
-        begin = time.perf_counter_ns()
-        self.engine.run(inputs, outputs, dims)
-        return self._collect(begin, time.perf_counter_ns(), [])
-
-    def _collect(self, begin: int, end: int, sequences: list[tuple[int, int]]) -> Step:
+    def collect(self, begin: int, end: int, sequences: list[tuple[int, int]]) -> Step:
+        """What the engine's last step recorded."""
         threads = []
         for thread, count in enumerate(self._counts):
             if count > self._capacity:

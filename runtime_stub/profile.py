@@ -1,6 +1,7 @@
 """The option ``--profile``: a trace of steps, by kernel and thread, for ui.perfetto.dev.
 
-In: traced :class:`Step`\\ s.  Out: a file in Chrome's trace event format.  Next file: ``work.py``.
+In: traced :class:`Step`\\ s.  Out: a file in Chrome's trace event format.  Next file:
+``trace_file.py``.
 
 Times are microseconds from the first step's begin.  One track per thread, with the loader's own
 view of a step on a track above them; counters show what the calls read and compute.  A call's rates
@@ -10,17 +11,17 @@ overlap.
 
 from __future__ import annotations
 
-import os
-import sys
-from contextlib import suppress
+import json
+import time
 
-from .errors import ResourceError, UsageError
-from .laps import SAMPLE, WAIT, Recorder
+from .errors import IntegrityError, ResourceError, ZerolayerError
+from .laps import SAMPLE, WAIT, Recorder, sequences_of
+from .trace_file import TraceFile, say
 from .work import phase_of, work_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from typing import Any
 
     from .driver_cpu import CpuEngine
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 #: steps of one trace; what comes after them is not traced
 MAX_STEPS = 32
+#: and laps of all its steps, about 64 MB: many threads leave room for fewer steps
+MAX_LAPS = 400_000
 _PROCESS, _LOADER = 1, 1000
 #: nanoseconds between two steps that were picked from many
 _GAP = 1_000_000
@@ -38,26 +41,30 @@ _NAMES = {WAIT: "wait", SAMPLE: "sampling"}
 
 
 class Profile:
-    """A trace in the making.  The path is tried at once: nobody waits for a run in vain."""
+    """A trace in the making.  The file is tried at once: nobody waits for a run in vain.
 
-    def __init__(self, session: Session, path: str, entry: str = "step") -> None:
+    ``taken`` are (what it is, path) of the other files that the command reads or writes.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        path: str,
+        taken: Iterable[tuple[str, str]] = (),
+        entry: str = "step",
+    ) -> None:
         self.session = session
         self.entry = entry
         self.path = path
         self.steps: list[tuple[str, Step]] = []
         self.left_out = 0
         self.picked = False  # the steps do not follow each other: they are drawn close together
+        self._laps = 0  # of all steps, and most of one step
+        self._most = 0
+        self._full = False
         self._calls: list[dict[str, Any]] = []
-        self._place = os.path.realpath(path)
-        folder = os.path.dirname(self._place)
-        if not path or (os.path.exists(self._place) and not os.path.isfile(self._place)):
-            raise UsageError("--profile is not a file", where=path)
-        if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-            raise UsageError(
-                "--profile cannot be written: its folder does not exist or forbids it",
-                where=path,
-                next_step="give the path of a file in a folder that you may write to",
-            )
+        self._file = TraceFile(path, [("this artifact", session.path), *taken])
+        session.profile = self
 
     def use(self, engine: CpuEngine) -> None:
         """The kernel calls of ``engine`` are those of the steps to come."""
@@ -66,24 +73,41 @@ class Profile:
     def attach(self, engine: CpuEngine) -> Profile:
         """Traces the steps that go through :meth:`step` or :meth:`run`."""
         self.use(engine)
-        self._recorder = Recorder(engine)
+        try:
+            self._recorder = Recorder(engine)
+        except MemoryError:
+            raise ResourceError(
+                "no memory for the trace", where=self.path, next_step="leave --profile out"
+            ) from None
         self._recorder.start()
         return self
 
     def step(self, batch: StepBatch) -> Sequence[int]:
-        """``engine.step``; the first MAX_STEPS are traced."""
-        if len(self.steps) == MAX_STEPS:
-            if not self.left_out:
-                self._recorder.stop()
+        """``engine.step``; the first are traced: MAX_STEPS of them, MAX_LAPS in all."""
+        engine = self._recorder.engine
+        if self._full:
             self.left_out += 1
-            return self._recorder.engine.step(batch)
-        tokens, step = self._recorder.step(batch)
-        self.add(step)
+            return engine.step(batch)
+        begin = time.perf_counter_ns()
+        tokens = engine.step(batch)
+        self._collect(begin, time.perf_counter_ns(), sequences_of(batch))
         return tokens
 
     def run(self, inputs: Sequence[Any], outputs: Sequence[Any], dims: Sequence[int]) -> None:
         """``engine.run``, traced."""
-        self.add(self._recorder.run(inputs, outputs, dims))
+        begin = time.perf_counter_ns()
+        self._recorder.engine.run(inputs, outputs, dims)
+        self._collect(begin, time.perf_counter_ns(), [])
+
+    def _collect(self, begin: int, end: int, sequences: list[tuple[int, int]]) -> None:
+        """Keeps what was recorded; without memory for it, the trace ends before."""
+        try:
+            self.add(self._recorder.collect(begin, end, sequences))
+        except MemoryError:
+            self.left_out += 1
+            self._full = True
+        if self._full:
+            self._recorder.stop()
 
     def add(self, step: Step) -> None:
         """A step by what it is: decode where every sequence has one token."""
@@ -91,29 +115,52 @@ class Profile:
         if step.sequences:
             kind = "decode" if step.tokens == len(step.sequences) else "prefill"
         self.steps.append((kind, step))
+        count = sum(map(len, step.threads))
+        self._laps += count
+        self._most = max(self._most, count)
+        self._full = len(self.steps) == MAX_STEPS or self._laps + self._most > MAX_LAPS
 
-    def write(self, *steps: Step) -> None:
-        """The whole file or none, with ``steps`` after those that were traced here."""
-        import json
-
-        for step in steps:
-            self.add(step)
-        text = json.dumps(self._trace(), ensure_ascii=False, allow_nan=False)
-        part = f"{self._place}.{os.getpid()}.part"
+    def write(self) -> None:
+        """The whole file or none; IntegrityError or ResourceError say why there is none."""
+        if not self.steps:
+            self._file.discard()
+            raise ResourceError("no trace was written: it has no step", where=self.path)
         try:
-            with open(part, "x", encoding="utf-8") as f:
-                f.write(text + "\n")
-            os.replace(part, self._place)
-        except OSError as e:
-            raise ResourceError(
-                f"the trace cannot be written: {e.strerror}", where=self.path
+            self._file.write(self._pieces())
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+            raise IntegrityError(
+                f"the trace cannot be written: the manifest's calls make no sense: "
+                f"{type(e).__name__}: {e}",
+                where=self.path,
+                next_step="build the artifact again",
             ) from None
-        finally:
-            with suppress(OSError):
-                os.unlink(part)
         count = len(self.steps)
         more = f", {self.left_out} later ones left out" if self.left_out else ""
-        sys.stderr.write(f"trace of {count} step{'s' if count > 1 else ''}{more}: {self.path}\n")
+        say(f"trace of {count} step{'s' if count > 1 else ''}{more}: {self.path}")
+
+    def rescue(self) -> None:
+        """The run ends early, nobody takes its text or it was interrupted: the steps so far, or a
+        line that says why there is no trace."""
+        try:
+            self.write()
+        except ZerolayerError as e:
+            say(f"note: {e.one_line()}")
+        except KeyboardInterrupt:
+            say(f"note: {self.path}: no trace was written: interrupted")
+            raise
+
+    def discard(self) -> None:
+        """Nothing stays of a trace that was not written."""
+        self._file.discard()
+
+    def _pieces(self) -> Iterator[str]:
+        """The file's text: one event after the other, never all of them at once."""
+        encode = json.JSONEncoder(allow_nan=False).encode
+        before = '{"traceEvents": ['
+        for event in self._events():
+            yield before + encode(event)
+            before = ",\n"
+        yield '], "displayTimeUnit": "ns", "otherData": ' + encode(self._about()) + "}\n"
 
     def _places(self) -> list[int]:
         """Where each step begins in the trace, in nanoseconds."""
@@ -125,28 +172,28 @@ class Profile:
             at += step.end - step.begin + _GAP
         return places
 
-    def _trace(self) -> dict[str, Any]:
-        session = self.session
-        model = str(session.manifest.get("model", {}).get("name"))
-        target = str(session.target.get("name"))
-        events = _tracks(f"{model} ({target})", len(self.steps[0][1].threads) if self.steps else 0)
+    def _events(self) -> Iterator[dict[str, Any]]:
+        about = self._about()
+        process = f"{about['model']} ({about['target']})"
+        yield from _tracks(process, len(self.steps[0][1].threads))
         places = self._places()
         for number, (kind, step) in enumerate(self.steps):
-            events += self._step_events(number, kind, step, step.begin - places[number])
+            yield from self._step_events(number, kind, step, step.begin - places[number])
+
+    def _about(self) -> dict[str, Any]:
+        session = self.session
         return {
-            "traceEvents": events,
-            "displayTimeUnit": "ns",
-            "otherData": {
-                "model": model,
-                "target": target,
-                "host": session.facts.cpu_model,
-                "artifact": session.manifest.get("digest"),
-                "steps": len(self.steps),
-                "steps_left_out": self.left_out,
-            },
+            "model": str(session.manifest.get("model", {}).get("name")),
+            "target": str(session.target.get("name")),
+            "host": session.facts.cpu_model,
+            "artifact": session.manifest.get("digest"),
+            "steps": len(self.steps),
+            "steps_left_out": self.left_out,
         }
 
-    def _step_events(self, number: int, kind: str, step: Step, origin: int) -> list[dict[str, Any]]:
+    def _step_events(
+        self, number: int, kind: str, step: Step, origin: int
+    ) -> Iterator[dict[str, Any]]:
         calls = self._calls
         rows = {lap.call: lap.rows for laps in step.threads for lap in laps if lap.call >= 0}
         work = work_of(self.session.manifest, calls, step, rows)
@@ -164,10 +211,11 @@ class Profile:
             "first_positions": [first for first, _count in step.sequences][:64],
             "kernels_us": step.kernel_ns / 1e3,
         }
-        out = [whole]
+        yield whole
         for thread, laps in enumerate(step.threads):
-            out += [_lap_slice(lap, calls, arguments, origin, thread) for lap in laps]
-        return out + _counters(spans, arguments, origin)
+            for lap in laps:
+                yield _lap_slice(lap, calls, arguments, origin, thread)
+        yield from _counters(spans, arguments, origin)
 
 
 def _tracks(process: str, threads: int) -> list[dict[str, Any]]:

@@ -16,9 +16,10 @@ from .options import PROFILE, THREADS, Option, word
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, Optional
 
     from .options import Values
+    from .profile import Profile
     from .session import Session
 
 OPTIONS = [
@@ -155,6 +156,19 @@ def _arrays(
     return inputs, outputs, dims, shapes
 
 
+def _profile(session: Session, values: Values, entry: dict[str, Any]) -> Optional[Profile]:
+    """What ``--profile`` asks for, if it does; UsageError for a path of another use."""
+    if values["profile"] is None:
+        return None
+    from .profile import Profile
+
+    taken = [("an input", item.partition("=")[2]) for item in values["input"]]
+    if values["output_dir"] is not None:
+        folder = values["output_dir"]
+        taken += [("an output", os.path.join(folder, _file_name(n))) for n in entry["outputs"]]
+    return Profile(session, values["profile"], taken, "run")
+
+
 def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
     """Returns what ``--json`` prints."""
     session.require_host()
@@ -165,6 +179,7 @@ def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]
             raise IntegrityError(f"the manifest does not describe {name}", where=session.path)
     if values["output_dir"] is not None and not os.path.isdir(values["output_dir"]):
         raise UsageError("--output-dir is not a folder", where=values["output_dir"])
+    profile = _profile(session, values, entry)
     try:
         inputs, outputs, dims, shapes = _arrays(session, entry, buffers, values["input"])
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as e:
@@ -174,19 +189,12 @@ def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]
             next_step="build the artifact again",
         ) from None
     session.memory.require(0, session.path)
-    profile = None
-    if values["profile"] is not None:
-        from .profile import Profile
-
-        profile = Profile(session, values["profile"], "run")
     threads, _why = session.threads(values["threads"])
     engine = session.start(0, threads)
     step = engine.run if profile is None else profile.attach(engine).run
     start = time.perf_counter()
     step(inputs, outputs, dims)
     seconds = time.perf_counter() - start
-    if profile is not None:
-        profile.write()
     described = []
     for name, data in zip(entry["outputs"], outputs):  # noqa: B905 (Python 3.9)
         dtype, shape = buffers[name]["dtype"], shapes[name]

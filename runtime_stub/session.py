@@ -159,6 +159,7 @@ class Session:
         self.memory = MemoryPlan(self.manifest, self.facts)
         self.timings.mark("detect")
         self.engine: Optional[CpuEngine] = None
+        self.profile: Optional[Profile] = None
         self._codec: Optional[TextCodec] = None
 
     # what the manifest says ---------------------------------------------------------------------
@@ -368,6 +369,8 @@ class Session:
         if self.engine is not None:
             self.engine.close()
             self.engine = None
+        if self.profile is not None:
+            self.profile.discard()
         self.artifact.close()
 
     def __enter__(self) -> Session:

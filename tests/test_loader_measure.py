@@ -86,7 +86,9 @@ def traced(session: Any, path: Path, *steps: Step, picked: bool) -> list[dict[st
     profile = Profile(session, str(path))
     profile._calls = CALLS
     profile.picked = picked
-    profile.write(*steps)
+    for step in steps:
+        profile.add(step)
+    profile.write()
     events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     return events
 

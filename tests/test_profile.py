@@ -21,7 +21,8 @@ import pytest
 from cli_run import zerolayer
 from onnx import helper, numpy_helper
 from program_cases import engine, packed_weights, small, step_program, tiny_decoder, zig_cache
-from zerolayer.runtime_stub import ceilings, laps
+from zerolayer.runtime_stub import ceilings, laps, profile
+from zerolayer.runtime_stub.cli import main
 from zerolayer.runtime_stub.errors import ResourceError
 from zerolayer.runtime_stub.step import SamplingParams, StepBatch
 from zerolayer.targets import cpu
@@ -412,6 +413,15 @@ def test_a_profile_of_a_graph(tmp_path: Path, fusion: str, threads: int) -> None
     assert check_steps(trace, calls, threads) == ["run"]
     rows = {e["args"]["rows"] for t in trace["slices"].values() for e in t if "args" in e}
     assert rows == {7}
+    # and when the trace fails, the arrays have been written before
+    (tmp_path / "y.npy").unlink()
+    before = (tmp_path / "trace.json").read_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile, "_tracks", lambda *_: 1 / 0)
+        command = ["run", "--input", f"x={tmp_path}/x.npy", "--output-dir", str(tmp_path)]
+        code = main([*command, "--profile", f"{tmp_path}/trace.json"], str(out))
+    assert code == 6 and (tmp_path / "trace.json").read_bytes() == before
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_ceilings_without_memory(artifact: Path, tmp_path: Path) -> None:
