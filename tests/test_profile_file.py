@@ -155,6 +155,24 @@ def test_the_result_outlives_the_trace(
     assert names(tmp_path) == []
 
 
+def test_an_interrupt_while_the_trace_is_written(
+    artifact: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    def interrupted(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    plain = run(capsys, artifact, *IDS)[1]
+    monkeypatch.setattr(profile_module, "_tracks", interrupted)
+    path = tmp_path / "t.json"
+    code, out, err = run(capsys, artifact, *IDS, "--profile", path)
+    assert (code, out) == (130, plain)
+    assert err == f"error: {path}: no trace was written: interrupted\n"
+    code, out, _err = run(capsys, artifact, *IDS, "--profile", path, "--json")
+    data = json.loads(out)
+    assert code == 130 and data["tokens"] and data["profile_error"]["exit_code"] == 130
+    assert names(tmp_path) == []
+
+
 def test_what_came_to_the_path_meanwhile_stays(
     artifact: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
@@ -234,6 +252,16 @@ def test_a_reader_that_goes_away(artifact: Path, tmp_path: Path) -> None:
     _out, err = started.communicate(timeout=120)
     assert started.returncode == 0 and err.startswith(b"trace of ")
     assert steps(path)[0] == "prefill step" and names(tmp_path) == ["t.json"]
+
+
+def test_nobody_reads_the_messages(artifact: Path, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    path = tmp_path / "t.json"
+    command = [sys.executable, "-I", str(artifact), *IDS, "--json", "--profile", str(path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=writing, check=False, timeout=120)
+    os.close(writing)
+    assert done.returncode == 0 and json.loads(done.stdout)["tokens"] and len(steps(path)) == 4
 
 
 def test_an_interrupted_run(artifact: Path, tmp_path: Path) -> None:
