@@ -122,6 +122,15 @@ ZL_KERNEL void zl_walk_words(zl_walk *w, int format, zl_bundle *a, int64_t K) {
   zl_tile_words(w->format = format, a, w->words_at = w->t0, w->t1, K, w->words);
 }
 
+#define ZL_ASK_BYTES 4096
+/* Several tokens compute longer on a block than the machine's prefetchers look ahead: they ask for what comes
+ * ZL_ASK_BYTES after it.  One or two read at the memory's rate, and asking only costs (docs/decisions.md). */
+ZL_KERNEL void zl_ask_ahead(int format, const uint8_t *w, int64_t kb) {
+  const int64_t bytes = zl_block_bytes(format) * 32 / zl_block_cols(format);
+  ZL_UNROLL
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(w + kb * bytes + ZL_ASK_BYTES + i, 0, 3);
+}
+
 /* acc[m] = 16 outputs of the group at w (rows16) for token first + m, m < MT */
 ZL_KERNEL void zl_dot_int8(int format, int MT, zl_bundle a, int64_t first, int64_t K, const uint8_t *w, v16f *acc) {
   const int64_t KB = K / 32;
@@ -135,6 +144,7 @@ ZL_KERNEL void zl_dot_int8(int format, int MT, zl_bundle a, int64_t first, int64
   for (int64_t kb = 0; kb < KB; kb++) {
     zl_block b;
     zl_block_load(format, w, kb, &b);
+    if (MT > 2) zl_ask_ahead(format, w, kb);
     /* columns outside, tokens inside: MT independent chains hide the latency of the products */
     v16i p[8][2];
     ZL_UNROLL
