@@ -350,7 +350,19 @@ def write_report(
     if not results.lines:
         parts = {name: [] for name in parts}
     page = PAGE.read_text(encoding="utf-8")
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
     for name, rows in parts.items():
-        text = "\n".join(rows).strip() or "Not measured."
-        page = page.replace(f"<!-- insert: {name} -->", text)
+        text = "\n".join(rows).strip() or _kept(before, name) or "Not measured."
+        page = page.replace(
+            f"<!-- insert: {name} -->", f"<!-- {name} -->\n{text}\n{_END.format(name)}"
+        )
     path.write_text(page, encoding="utf-8")
+
+
+_END = "<!-- end of {} -->"
+
+
+def _kept(page: str, name: str) -> str:
+    """What the page says of a part that was not measured this time; empty if nothing."""
+    begin, end = f"<!-- {name} -->\n", _END.format(name)
+    return page.partition(begin)[2].partition(end)[0].strip() if end in page else ""
