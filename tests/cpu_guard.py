@@ -15,7 +15,7 @@ import pytest
 import test_cpu_kernels_bf16 as bf16
 import test_cpu_kernels_layers as layers
 import test_cpu_kernels_linear as linear
-from cpu_harness import Kernels, has, library
+from cpu_harness import INSTANCES, Kernels, has, library
 
 
 def cases(function: Callable[..., Any]) -> list[dict[str, Any]]:
@@ -29,7 +29,20 @@ def cases(function: Callable[..., Any]) -> list[dict[str, Any]]:
         )
         sets = [dict(zip(names, v if len(names) > 1 else [v], strict=True)) for v in mark.args[1]]
         out = [{**a, **b} for a in out for b in sets]
-    return out
+    for case in out:  # which library: here always the one at hand
+        case.pop("kernels", None)
+        case.pop("qkv_kernels", None)
+    return [case for i, case in enumerate(out) if case not in out[:i]]
+
+
+#: the kernel that a case needs, by its parameters
+WANTED = {
+    "test_linear_int8": "linear_int8_{fmt}",
+    "test_linear_float": "linear_float_{fmt}",
+    "test_embed": "embed_{fmt}",
+    "test_fused_forms": "gated_{form}",
+    "test_qkv_rope_cache": "{name}",
+}
 
 
 def main(level: str) -> None:
@@ -57,13 +70,8 @@ def main(level: str) -> None:
         tests = [linear.test_linear_int8, linear.test_fused_forms, layers.test_qkv_rope_cache]
     for test in tests:
         for case in cases(test):
-            fmt = case.get("fmt")
-            base = {
-                "test_linear_int8": "linear_int8",
-                "test_linear_float": "linear_float",
-                "test_embed": "embed",
-            }
-            if fmt and not has(level, f"{base[test.__name__]}_{fmt}"):
+            name = WANTED.get(test.__name__, "").format(**{"form": "", **case})
+            if name and name in INSTANCES and not has(level, name):
                 continue
             print(test.__name__, case, flush=True)
             try:
