@@ -14,6 +14,7 @@ import sys
 #: program -> the package it is in, and what the tests do with it
 NEEDED = {
     "qemu-x86_64-static": ("qemu-user-static", "run artifacts on CPUs with fewer features"),
+    "objdump": ("binutils", "read the machine code of kernels"),
     "unzip": ("unzip", "read artifacts with a tool that is not ours"),
 }
 
