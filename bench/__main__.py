@@ -124,6 +124,7 @@ def main() -> int:
     if not options.report_only:
         run(options, place)
     if not options.compile_only:
+        options.docs.mkdir(parents=True, exist_ok=True)
         report(place, options.docs)
     return 0
 

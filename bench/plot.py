@@ -21,6 +21,25 @@ ROOFS = (("int8", "int8 peak"), ("bf16", "bf16 peak"), ("fp32", "fp32 peak"))
 SUITE = "smollm2-2"  # whose rounds' ceilings are drawn; every line's own part uses its own
 
 
+def canvas(name: str) -> Any:
+    """matplotlib's pyplot with the pages' look; ``name`` makes a file's ids the same every time."""
+    need("matplotlib")
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams |= {
+        "svg.hashsalt": name,
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "axes.edgecolor": FAINT,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+    }
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def draw(
     results: Results,
     verdicts: Sequence[Verdict],
@@ -31,20 +50,7 @@ def draw(
     lines = [v for v in verdicts if v.roof is not None]
     if not lines and not kernels:
         return ""
-    need("matplotlib")
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    mpl.rcParams |= {
-        "svg.hashsalt": NAME,
-        "svg.fonttype": "none",
-        "font.size": 9,
-        "axes.edgecolor": FAINT,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-    }
-    from matplotlib import pyplot
-
+    pyplot = canvas(NAME)
     height = max(6.2, 0.34 * len(lines) + 2.2)
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(15, height), width_ratios=(1.15, 1), layout="constrained"

@@ -10,32 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from bench.fit import CACHED_BYTES, Fit
-from bench.needs import need
+from bench.plot import FAINT, INK, canvas
 from bench.sweep import LEVELS, Point, ratios
 
 NAME = "fusion"
 WANTED = 2.3
 COLORS = {1: "#0b6e99", 2: "#c8553d", 4: "#6a8d3f"}
-INK, FAINT = "#222222", "#b8b8b8"
 KINDS = {"Q4_0": ("4-bit", "o", "-"), "F32": ("float32", "s", "--")}
 
 
 def draw(found: list[Point], fits: Mapping[tuple[int, str], Fit], folder: Path) -> None:
     """Both files."""
-    need("matplotlib")
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    mpl.rcParams |= {
-        "svg.hashsalt": NAME,
-        "svg.fonttype": "none",
-        "font.size": 9,
-        "axes.edgecolor": FAINT,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-    }
-    from matplotlib import pyplot
-
+    pyplot = canvas(NAME)
     figure, axes = pyplot.subplots(figsize=(9, 5.4), layout="constrained")
     measured = ratios(found)
     for threads, color in COLORS.items():

@@ -271,6 +271,7 @@ def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Co
     if not row.weight_layout or "K" not in constants:
         return 0
     if row.function.endswith("_int8"):  # zl_tile_tokens
+        injector.derive("prefetch_bytes", _PREFETCH_BYTES)
         tile_bytes = _tile_bytes(injector)
         step = 16 if row.id.endswith(".amx") else 8  # ZL_TILE_STEP
         injector.derive("tile_tokens", _TILE_TOKENS.format(step=step))
@@ -284,6 +285,7 @@ def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Co
     return 0
 
 
+_PREFETCH_BYTES = "64 * cache_line_bytes"
 _TILE_TOKENS = "max({step}, min(256, tile_bytes // K // {step} * {step}))"
 
 
@@ -384,10 +386,12 @@ def _defines(program: Program, module: _Module, shared: Injector) -> list[tuple[
         shared.constant(name, value, "plan")
     tile = _tile_bytes(shared)
     ahead = shared.derive("ahead_bytes", "l2_bytes // 8")
+    prefetch = shared.derive("prefetch_bytes", _PREFETCH_BYTES)
     return [
         *((name, str(value), comment) for name, comment, value in plan),
         ("ZL_TILE_BYTES", str(tile), "l2_bytes // 4"),
         ("ZL_AHEAD_BYTES", str(ahead), "l2_bytes // 8"),
+        ("ZL_PREFETCH_BYTES", str(prefetch), _PREFETCH_BYTES),
     ]
 
 

@@ -18,6 +18,9 @@
 #define ZL_TILE_BYTES (256 * 1024) /* activations of a token tile: a share of L2 */
 #endif
 
+#ifndef ZL_PREFETCH_BYTES
+#define ZL_PREFETCH_BYTES 4096 /* how far ahead of use a product of several tokens asks for weights */
+#endif
 #define ZL_TILE_TOKENS 256 /* most tokens of a tile */
 
 /* CALL(n, first) for register tiles of 8, 4, 2, 1 tokens covering [begin, end) */
@@ -122,13 +125,12 @@ ZL_KERNEL void zl_walk_words(zl_walk *w, int format, zl_bundle *a, int64_t K) {
   zl_tile_words(w->format = format, a, w->words_at = w->t0, w->t1, K, w->words);
 }
 
-#define ZL_ASK_BYTES 4096
 /* Several tokens compute longer on a block than the machine's prefetchers look ahead: they ask for what comes
- * ZL_ASK_BYTES after it.  One or two read at the memory's rate, and asking only costs (docs/decisions.md). */
+ * ZL_PREFETCH_BYTES after it.  One or two read at the memory's rate, and asking only costs (docs/decisions.md). */
 ZL_KERNEL void zl_ask_ahead(int format, const uint8_t *w, int64_t kb) {
   const int64_t bytes = zl_block_bytes(format) * 32 / zl_block_cols(format);
   ZL_UNROLL
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(w + kb * bytes + ZL_ASK_BYTES + i, 0, 3);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(w + kb * bytes + ZL_PREFETCH_BYTES + i, 0, 3);
 }
 
 /* acc[m] = 16 outputs of the group at w (rows16) for token first + m, m < MT */

@@ -89,14 +89,15 @@ static inline void zl_gate_open(zl_gate *g) {
 /* What a thread does while it waits: a little at a time, 0 when there is nothing left. */
 typedef int (*zl_idle_fn)(void *arg);
 
-static inline int64_t zl_clock_ns(void) {
+/* nanoseconds, from some fixed moment on */
+static inline uint64_t zl_now(void) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
-  return (int64_t)t.tv_sec * 1000000000 + (int64_t)t.tv_nsec;
+  return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
 static void zl_gate_sleep(zl_gate *g, uint32_t seen, _Atomic int32_t *patience) {
-  const int64_t begin = zl_clock_ns();
+  const uint64_t begin = zl_now();
   while (atomic_load_explicit(&g->value, memory_order_acquire) == seen) {
     atomic_fetch_add(&g->sleepers, 1u);
     /* the kernel compares value with seen again, so a wake between the two is not lost */
@@ -104,7 +105,7 @@ static void zl_gate_sleep(zl_gate *g, uint32_t seen, _Atomic int32_t *patience) 
     atomic_fetch_sub(&g->sleepers, 1u);
   }
   if (patience && atomic_load_explicit(patience, memory_order_relaxed) > ZL_SPIN_LEAST &&
-      zl_clock_ns() - begin > ZL_ABSENT_NS)
+      zl_now() - begin > ZL_ABSENT_NS)
     atomic_store_explicit(patience, ZL_SPIN_LEAST, memory_order_relaxed);
 }
 

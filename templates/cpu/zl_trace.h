@@ -1,6 +1,6 @@
 /* What each thread did and when: the laps of a traced step.
  *
- * In: zl_abi.h (zl_lap), the thread team.  Out: zl_now and the recording that module.c.jinja calls between kernels.
+ * In: zl_abi.h (zl_lap), zl_team.h (zl_now).  Out: the recording that module.c.jinja calls between kernels.
  * Next file: zl_probe.h (what the machine can do).
  *
  * A thread reads the clock once at the end of each thing it does; the next thing began then.  So nothing of a step is
@@ -12,9 +12,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
-#include "zl_abi.h"
+#include "zl_team.h"
 
 /* One thread's laps, alone on its cache line. */
 typedef struct zl_lane {
@@ -28,12 +27,6 @@ typedef struct zl_tracer {
   int64_t *counts; /* [n_threads], the caller's */
   int32_t n_threads;
 } zl_tracer;
-
-static uint64_t zl_now(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
 
 static int32_t zl_tracer_set(zl_tracer *tracer, int32_t n_threads, zl_lap *laps, int64_t capacity, int64_t *counts) {
   free(tracer->lanes);
