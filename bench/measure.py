@@ -5,10 +5,11 @@ In: suites, the peers' folder.  Out: lines appended to the results file, each on
 ``error``.  Next file: ``results.py``.
 
 Artifacts are compiled first, and again when the compiler's sources have changed.  Then every file
-of a suite is dropped from the page cache and read again: how a file lies there, in small pages or
-in huge ones, depends on what wrote it and changes starts by a tenth and more.  Before each round
-of a suite the machine's ceilings are measured at the suite's thread count, so that a figure and its
-ceiling are of the same minutes.
+of a suite is dropped from the page cache, and one process of each system, not counted, brings it
+back, as a first start on a host does: how a file lies there, in small pages or in huge ones,
+depends on who read or wrote it and changes starts and decoding by a tenth and more.  Before each
+round of a suite the machine's ceilings are measured at the suite's thread count, so that a figure
+and its ceiling are of the same minutes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,11 @@ class Place:
         if suite.keep_state and system.peer == "llama.cpp":
             out.append(f"--state={self.peers / 'models' / system.model}.{suite.prompt}.kv")
         return out
+
+    def first_command(self, system: System, suite: Suite) -> list[str]:
+        """The system's first process: the model from the disk, one token."""
+        short = replace(suite, prompt=16, new=1, batch=1, keep_state=False, steps=False)
+        return self.command(system, short)
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -168,18 +174,12 @@ def runs(suite: Suite, rounds: int) -> Iterator[tuple[int, System | None]]:
             yield index, system
 
 
-def read_again(path: Path) -> int:
-    """Brings a file, or all of a folder, into the page cache as reading from the disk does; returns
-    its bytes."""
-    count = 0
+def drop_cached(path: Path) -> None:
+    """Takes a file, or all of a folder, out of the page cache."""
     for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
         with file.open("rb", buffering=0) as opened:
             os.fdatasync(opened.fileno())  # what is not on the disk yet would stay
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            buffer = bytearray(1 << 20)
-            while got := opened.readinto(buffer):
-                count += got
-    return count
 
 
 def commit() -> str:
@@ -196,8 +196,11 @@ def today() -> str:
 
 def measure(place: Place, suite: Suite, rounds: int, ceilings: Path) -> None:
     """Every run of a suite."""
-    for path in {place.model(s) for s in suite.systems if not place.missing(s)}:
-        read_again(path)
+    there = [s for s in suite.systems if not place.missing(s)]
+    for path in {place.model(s) for s in there}:
+        drop_cached(path)
+    for system in there:
+        measured(place.first_command(system, suite), suite.threads)
     when = {"commit": commit(), "date": today()}
     for index, system in runs(suite, rounds):
         line: dict[str, Any] = {"suite": suite.name, "round": index, **when}

@@ -224,13 +224,23 @@ def test_a_runners_options(monkeypatch: pytest.MonkeyPatch) -> None:
         common.arguments()
 
 
-def test_files_are_read_again_whole(tmp_path: Path) -> None:
+def test_the_first_process_brings_the_file_and_makes_one_token(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a").write_bytes(bytes(3_000_000))
     (tmp_path / "b").write_bytes(b"1234")
-    assert measure.read_again(tmp_path) == 3_000_004
-    assert measure.read_again(tmp_path / "b") == 4
+    measure.drop_cached(tmp_path)
+    measure.drop_cached(tmp_path / "b")
+    assert (tmp_path / "sub" / "a").read_bytes() == bytes(3_000_000)
     assert (tmp_path / "b").read_bytes() == b"1234"
+    place = measure.Place(tmp_path, tmp_path / "results.jsonl")
+    for suite in SUITES:
+        for system in suite.systems:
+            command = place.first_command(system, suite)
+            assert {"--prompt=16", "--new=1", "--batch=1", f"--threads={suite.threads}"} <= set(
+                command
+            )
+            assert f"--model={place.model(system)}" in command
+            assert not any(a.startswith(("--state", "--steps")) for a in command)
 
 
 def test_our_runner_measures_an_artifact_in_an_empty_environment(
