@@ -342,3 +342,26 @@ def test_levels_agree_to_the_bit(fmt: str) -> None:
             results["float"].append(out.tobytes())
     for kind, outputs in results.items():
         assert len(set(outputs)) == 1, kind
+
+
+def test_the_gate_of_silu_errs_as_little_as_stated(kernels: Kernels) -> None:
+    """zl_act_times: 5e-7 + 8e-8 |x| with the roundings around it; no product overflows early."""
+    x = np.concatenate([np.linspace(-80, 80, 160001), np.geomspace(1e-30, 3e38, 4001)])
+    x = np.concatenate([x, -x]).astype(np.float32)
+    u = np.resize(np.float32([1, -3, 0.7]), x.shape)
+    y = np.zeros_like(x)
+    kernels.lib.silu_times_all(
+        *(ctypes.c_void_p(a.ctypes.data) for a in (x, u, y)), ctypes.c_int64(x.size)
+    )
+    x64 = x.astype(np.float64)
+    want = x64 / (1 + np.exp(np.minimum(-x64, 700))) * u
+    allowed = (5e-7 + 8e-8 * np.abs(x64)) * np.abs(want) + 1e-37
+    usual = np.abs(want) < 3.4e38
+    assert (np.abs(y - want)[usual] <= allowed[usual]).all()
+    assert np.isinf(y[~usual]).all()
+    special = np.float32([np.nan, np.inf, -1e30, 0, 1])
+    factor, out = np.float32([1, 1, 1e30, 5, np.nan]), np.zeros(5, np.float32)
+    kernels.lib.silu_times_all(
+        *(ctypes.c_void_p(a.ctypes.data) for a in (special, factor, out)), ctypes.c_int64(5)
+    )
+    assert np.isnan(out[[0, 4]]).all() and out[1] == np.inf and (out[2:4] == 0).all()

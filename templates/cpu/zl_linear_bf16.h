@@ -203,7 +203,7 @@ ZL_KERNEL void zl_gated_bf16_tile(int MT, const zl_pair *x, zl_turn turn, int64_
     v16f a = acc[0][m], b = acc[1][m];
     if (bias_gate) a = a + zl_load_n(bias_gate + 16 * g, n);
     if (bias_up) b = b + zl_load_n(bias_up + 16 * g, n);
-    h[m] = zl_activate(act, a) * b;
+    h[m] = zl_act_times(act, a, b);
   }
 }
 

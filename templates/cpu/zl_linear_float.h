@@ -188,15 +188,15 @@ ZL_KERNEL void zl_act_linear_float(const zl_task *t, int64_t rows, const float *
 ZL_KERNEL void zl_gated_float_tile(int format, int MT, const float *x, int64_t g, const uint8_t *gate,
                                    const uint8_t *up, const float *bias_gate, const float *bias_up, int64_t N,
                                    int64_t K, int act, v16f *h) {
-  v16f u[8];
+  v16f a[8], u[8];
   const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16, at = g * zl_group_bytes(format, K);
-  zl_dot_float(format, MT, x, K, gate + at, h);
+  zl_dot_float(format, MT, x, K, gate + at, a);
   zl_dot_float(format, MT, x, K, up + at, u);
   ZL_UNROLL
   for (int m = 0; m < MT; m++) {
-    if (bias_gate) h[m] = h[m] + zl_load_n(bias_gate + 16 * g, n);
+    if (bias_gate) a[m] = a[m] + zl_load_n(bias_gate + 16 * g, n);
     if (bias_up) u[m] = u[m] + zl_load_n(bias_up + 16 * g, n);
-    h[m] = zl_activate(act, h[m]) * u[m];
+    h[m] = zl_act_times(act, a[m], u[m]);
   }
 }
 

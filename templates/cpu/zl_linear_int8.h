@@ -160,6 +160,7 @@ ZL_KERNEL void zl_dot_int8(int format, int MT, zl_bundle a, int64_t first, int64
       ZL_UNROLL
       for (int m = 0; m < MT; m++)
         p[m][half] = zl_dot4(format, p[m][half], b.code[j], zl_repeat4(q + m * K + kb * 32 + 4 * j));
+      if (MT == 8 && zl_scale_cols(format) == 32) ZL_IN_TURN(p[0][0], p[7][0]);
     }
     ZL_UNROLL
     for (int m = 0; m < MT; m++) {
@@ -186,6 +187,14 @@ ZL_KERNEL void zl_dot_amx(int format, zl_bundle a, int64_t t0, int64_t until, in
   zl_amx_group(format, until - t0, x, K, w, out, stride);
 }
 
+/* The lines of `to` [T, N] where the outputs of group g go, for several tokens: the sums take longer than the caches
+ * take to bring them. */
+ZL_KERNEL void zl_ask_outputs(int MT, const float *to, int64_t first, int64_t g, int64_t N) {
+  if (MT <= 2 || !to) return;
+  ZL_UNROLL
+  for (int m = 0; m < MT; m++) __builtin_prefetch(to + (first + m) * N + 16 * g, 0, 2);
+}
+
 /* out[T, N] = residual + act(acc + bias) for MT tokens; residual and bias may be NULL; out may be residual */
 ZL_KERNEL void zl_linear_int8_put(int MT, const v16f *acc, int64_t first, int64_t g, const float *bias,
                                   const float *residual, float *out, int64_t N, int act) {
@@ -205,6 +214,7 @@ ZL_KERNEL void zl_linear_int8_tile(int format, int MT, zl_bundle a, int64_t firs
                                    const float *bias, const float *residual, float *out, int64_t N, int64_t K,
                                    int act) {
   v16f acc[8];
+  zl_ask_outputs(MT, residual ? residual : out, first, g, N);
   zl_dot_int8(format, MT, a, first, K, w + g * zl_group_bytes(format, K), acc);
   zl_linear_int8_put(MT, acc, first, g, bias, residual, out, N, act);
 }
@@ -266,18 +276,20 @@ ZL_KERNEL void zl_gated_join(int MT, v16f *h, v16f *u, int64_t g, const float *b
   for (int m = 0; m < MT; m++) {
     if (bias_gate) h[m] = h[m] + zl_load_n(bias_gate + 16 * g, n);
     if (bias_up) u[m] = u[m] + zl_load_n(bias_up + 16 * g, n);
-    h[m] = zl_activate(act, h[m]) * u[m];
+    h[m] = zl_act_times(act, h[m], u[m]);
   }
 }
 
 ZL_KERNEL void zl_gated_int8_tile(int format, int MT, zl_bundle a, int64_t first, int64_t g, const uint8_t *gate,
                                   const uint8_t *up, const float *bias_gate, const float *bias_up, int64_t N,
                                   int64_t K, int act, v16f *h) {
-  v16f u[8];
+  v16f sums[8], u[8]; /* not h: sums behind a pointer would live in memory */
   const int64_t at = g * zl_group_bytes(format, K);
-  zl_dot_int8(format, MT, a, first, K, gate + at, h);
+  zl_dot_int8(format, MT, a, first, K, gate + at, sums);
   zl_dot_int8(format, MT, a, first, K, up + at, u);
-  zl_gated_join(MT, h, u, g, bias_gate, bias_up, N, act);
+  zl_gated_join(MT, sums, u, g, bias_gate, bias_up, N, act);
+  ZL_UNROLL
+  for (int m = 0; m < MT; m++) h[m] = sums[m];
 }
 
 /* Sums of `groups` groups from g on, of gate and up, for tokens t0 .. until: [groups][2][ZL_TILE_TOKENS][16] */

@@ -1,6 +1,6 @@
 /* Elementary functions on 16 lanes.
  *
- * In: zl_simd.h.  Out: zl_exp, zl_sigmoid, zl_tanh, zl_normal_cdf, zl_activate, zl_sincos.  Next file: zl_weights.h.
+ * In: zl_simd.h.  Out: zl_exp, zl_sigmoid, zl_tanh, zl_normal_cdf, zl_activate, zl_act_times, zl_sincos.  Next file: zl_weights.h.
  *
  * Errors against the exact value, over all finite floats (measured by tests/test_cpu_kernels_layers.py):
  * exp <= 2 ulp, tanh <= 4 ulp, sigmoid <= 4 ulp (0 below -88.7), normal cdf <= 16 ulp in the lower tail.  No libm: the
@@ -93,6 +93,21 @@ ZL_KERNEL v16f zl_activate(int act, v16f x) {
     case ZL_ACT_SIGMOID: return zl_sigmoid(x);
     default: return x;
   }
+}
+
+/* act(x) * u, of a gated product.  silu with fewer operations than zl_activate: relative error below 5e-7 + 8e-8 |x|,
+ * far below what the 8 bits that follow in most programs keep; x / (1 + e^-x) first, so that no product overflows. */
+ZL_KERNEL v16f zl_act_times(int act, v16f x, v16f u) {
+  if (act != ZL_ACT_SILU) return zl_activate(act, x) * u;
+  const v16f t = zl_max(zl_set(-200.0f), zl_min(zl_set(200.0f), x * -0x1.715476p+0f)); /* this order keeps NaN */
+  const v16f n = zl_round_even(t), f = t - n;
+  v16f p = zl_set(0x1.23a604p-10f); /* 2^f, f in [-0.5, 0.5]: minimax, relative error 4.3e-7, exact at 0 */
+  p = zl_fma(p, f, zl_set(0x1.3cbea8p-7f));
+  p = zl_fma(p, f, zl_set(0x1.c74322p-5f));
+  p = zl_fma(p, f, zl_set(0x1.ebfa4ep-3f));
+  p = zl_fma(p, f, zl_set(0x1.62e39ep-1f));
+  p = zl_fma(p, f, zl_set(1.0f));
+  return x / (1.0f + zl_scale2(p, n)) * u;
 }
 
 /* sin and cos of x as rounded from double precision, |x| < 2^31 */

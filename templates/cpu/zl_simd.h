@@ -44,6 +44,14 @@ typedef int8_t v16s8 __attribute__((vector_size(16)));
 #define ZL_HI(x) __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15)
 #define ZL_JOIN(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
 
+/* What is written before it that a and b need comes before what needs them after it: the compiler keeps chains of
+ * products in step, in the order written.  Its own order costs a register tile of products 3 to 5 % (Zen 4). */
+#if ZL_AVX512
+#define ZL_IN_TURN(a, b) __asm__ volatile("" : "+v"(a), "+v"(b))
+#else
+#define ZL_IN_TURN(a, b) ((void)0)
+#endif
+
 /* loads and stores, any alignment */
 ZL_KERNEL v16f zl_load(const float *p) { v16f v; memcpy(&v, p, 64); return v; }
 ZL_KERNEL void zl_store(float *p, v16f v) { memcpy(p, &v, 64); }
