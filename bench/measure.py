@@ -199,8 +199,8 @@ def measure(place: Place, suite: Suite, rounds: int, ceilings: Path) -> None:
     there = [s for s in suite.systems if not place.missing(s)]
     for path in {place.model(s) for s in there}:
         drop_cached(path)
-    for system in there:
-        measured(place.first_command(system, suite), suite.threads)
+    for first in there:
+        measured(place.first_command(first, suite), suite.threads)
     when = {"commit": commit(), "date": today()}
     for index, system in runs(suite, rounds):
         line: dict[str, Any] = {"suite": suite.name, "round": index, **when}
