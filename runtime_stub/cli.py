@@ -248,7 +248,7 @@ def _run(name: str, path: str, values: Values, mask: Iterable[str]) -> int:
     from .session import Session
 
     as_json = bool(values["json"])
-    with Session(path, mask) as session:
+    with Session(path, mask, ahead=name in _ENTRY) as session:
         try:
             code, data = _command(name)(session, values, as_json)
             if not as_json:

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn, Optional
 
+    from .ahead import Ahead
+
 
 # -- the open artifact -----------------------------------------------------------------------------
 
@@ -123,8 +125,9 @@ class Artifact:
             self._damaged(f"member {name} does not match its SHA-256 in the manifest")
         return data
 
-    def map_weights(self) -> tuple[mmap.mmap, int]:
+    def map_weights(self, ahead: Optional[Ahead] = None) -> tuple[mmap.mmap, int]:
         """The weights region mapped read-only and shared: (mapping, offset of its first byte).
+        The mapping of ``ahead`` where that is of this file: its pages are there already.
 
         Raises ResourceError when the host cannot map it, InputFileError when there are no weights.
         """
@@ -132,6 +135,9 @@ class Artifact:
             raise InputFileError("the artifact has no weights", where=self.path)
         start = self.weights_offset - self.weights_offset % mmap.ALLOCATIONGRANULARITY
         length = self.weights_offset - start + self.weights_size
+        mapped = None if ahead is None else ahead.take(os.fstat(self._fd), start, length)
+        if mapped is not None:
+            return mapped, self.weights_offset - start
         try:
             mapped = mmap.mmap(
                 self._fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start

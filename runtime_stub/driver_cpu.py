@@ -17,6 +17,7 @@ import mmap
 from array import array
 from contextlib import suppress
 
+from .ahead import ReadOnlyBuffer
 from .dlopen import LoadablePath
 from .errors import (
     HardwareMismatchError,
@@ -172,40 +173,6 @@ class Memory:
     def close(self) -> None:
         self._map.close()
         self.address = 0
-
-
-class ReadOnlyBuffer:
-    """The address of a read-only buffer, and an export that keeps it alive until closed."""
-
-    class _PyBuffer(ctypes.Structure):
-        _fields_ = [
-            ("buf", _ptr),
-            ("obj", _ptr),
-            ("len", ctypes.c_ssize_t),
-            ("itemsize", ctypes.c_ssize_t),
-            ("readonly", ctypes.c_int),
-            ("ndim", ctypes.c_int),
-            ("format", ctypes.c_char_p),
-            ("shape", _ptr),
-            ("strides", _ptr),
-            ("suboffsets", _ptr),
-            ("internal", _ptr),
-        ]
-
-    def __init__(self, source: Any) -> None:
-        self._buffer = self._PyBuffer()
-        ctypes.pythonapi.PyObject_GetBuffer(
-            ctypes.py_object(source), ctypes.byref(self._buffer), ctypes.c_int(0)
-        )
-        self._open = True
-        self.address = int(self._buffer.buf or 0)
-        self.nbytes = int(self._buffer.len)
-
-    def close(self) -> None:
-        if self._open:
-            self._open = False
-            ctypes.pythonapi.PyBuffer_Release(ctypes.byref(self._buffer))
-            self.address = 0
 
 
 class CodeObject:

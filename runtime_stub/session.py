@@ -10,19 +10,17 @@ from __future__ import annotations
 import os
 import time
 
-from .container import open_artifact
-from .detect import host_facts
 from .errors import IntegrityError, UnsupportedError, UsageError
-from .memory import MemoryPlan
-from .requires import Mismatch, compare, refuse
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any, Optional
 
+    from .ahead import Ahead
     from .driver_cpu import CpuEngine
     from .profile import Profile
+    from .requires import Mismatch
     from .scheduler import Scheduler
     from .step import Limits
     from .text import TextCodec
@@ -143,13 +141,36 @@ def since_process_start() -> Optional[float]:
 
 
 class Session:
-    """An artifact on this host.  ``mask`` hides CPU features (tests play a lesser machine)."""
+    """An artifact on this host.  ``mask`` hides CPU features (tests play a lesser machine);
+    without ``ahead`` nothing touches the weights before :meth:`start`."""
 
-    def __init__(self, path: str, mask: Iterable[str] = ()) -> None:
+    def __init__(self, path: str, mask: Iterable[str] = (), ahead: bool = True) -> None:
         self.timings = Timings()
         start = since_process_start()
         if start is not None:
             self.timings.phases["interpreter"] = start * 1e3
+        self._ahead: Optional[Ahead] = None
+        self.engine: Optional[CpuEngine] = None
+        self.profile: Optional[Profile] = None
+        self._codec: Optional[TextCodec] = None
+        if ahead:
+            from .ahead import Ahead
+
+            self._ahead = Ahead(path)
+        try:
+            self._open(path, mask)
+        except BaseException:
+            if self._ahead is not None:
+                self._ahead.close()
+            raise
+
+    def _open(self, path: str, mask: Iterable[str]) -> None:
+        """The file and the host.  The modules are compiled now, while pages come."""
+        from .container import open_artifact
+        from .detect import host_facts
+        from .memory import MemoryPlan
+
+        self.timings.mark("loader")
         self.artifact = open_artifact(path)
         self.manifest: dict[str, Any] = self.artifact.manifest
         self.path = path
@@ -158,9 +179,6 @@ class Session:
         self.facts = host_facts(mask)
         self.memory = MemoryPlan(self.manifest, self.facts)
         self.timings.mark("detect")
-        self.engine: Optional[CpuEngine] = None
-        self.profile: Optional[Profile] = None
-        self._codec: Optional[TextCodec] = None
 
     # what the manifest says ---------------------------------------------------------------------
 
@@ -174,12 +192,16 @@ class Session:
         requires = self.target.get("requires")
         if not isinstance(requires, dict):
             raise IntegrityError("the manifest says not what the target requires", where=self.path)
+        from .requires import compare
+
         return compare(requires, self.facts)
 
     def require_host(self) -> None:
         """HardwareMismatchError unless this host is of the kind that the artifact is for,
         ResourceError when its memory does not even hold one token.  Comes before anything is
         loaded: native code that runs out of memory ends the process without a word."""
+        from .requires import refuse
+
         refuse(str(self.target.get("name", "?")), self.mismatches, self.facts, self.path)
         self.memory.require(1, self.path)
 
@@ -300,7 +322,7 @@ class Session:
         self.timings.mark("code")
         weights, offset, size = None, 0, 0
         if self.memory.weights:
-            weights, offset = self.artifact.map_weights()
+            weights, offset = self.artifact.map_weights(self._ahead)
             size = self.artifact.weights_size
         self.timings.mark("map_weights")
         self.engine = CpuEngine(
@@ -371,6 +393,8 @@ class Session:
             self.engine = None
         if self.profile is not None:
             self.profile.discard()
+        if self._ahead is not None:
+            self._ahead.close()
         self.artifact.close()
 
     def __enter__(self) -> Session:

@@ -163,10 +163,11 @@ def golden(*prompts: Sequence[int]) -> bytes:
 
 
 def build(
-    out: Path, *, members: dict[str, bytes] | None = None, vendor: bool = True,
+    out: Path, *, members: dict[str, bytes] | None = None, vendor: bool = True, spare: int = 0,
     **changes: Any,
 ) -> Path:  # fmt: skip
-    """Writes the artifact ``out``; ``changes`` go into the manifest."""
+    """Writes the artifact ``out``; ``changes`` go into the manifest, ``spare`` bytes that nobody
+    reads behind the weights."""
     if not vendor:
         changes["vendor"] = []
     weights = bytes([WEIGHT_BYTE]) * 256
@@ -179,8 +180,14 @@ def build(
         "golden.json": golden([1, 2, 3], list(range(40))),
         **(members or {}),
     }
-    entry = WeightEntry("w", 256, "u8", (256,), "row_major", "U8", "weights", lambda: weights)
+    entries = [WeightEntry("w", 256, "u8", (256,), "row_major", "U8", "weights", lambda: weights)]
+    if spare:
+        more = bytes(i % 251 for i in range(4096)) * (spare >> 12)
+        shape = (len(more),)
+        entries.append(
+            WeightEntry("x", len(more), "u8", shape, "row_major", "U8", "weights", lambda: more)
+        )
     write_artifact(
-        out, manifest=manifest(**changes), members=everything, weights=[entry], header_text="test\n"
+        out, manifest=manifest(**changes), members=everything, weights=entries, header_text="test\n"
     )
     return out

@@ -384,7 +384,7 @@ def test_too_little_memory_is_refused_with_the_breakdown(
 
     def starved(available: int) -> None:
         monkeypatch.setattr(
-            "zerolayer.runtime_stub.session.host_facts",
+            "zerolayer.runtime_stub.detect.host_facts",
             lambda mask: host_facts(mask, {"memory_available": available}),
         )
 

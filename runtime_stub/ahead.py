@@ -1,0 +1,174 @@
+"""The weights mapped and their pages touched before anyone needs them.
+
+In: the path of an artifact.  Out: :class:`Ahead`, whose mapping ``container.py`` takes.  Next file:
+``session.py``.
+
+While Python compiles this loader and reads the manifest on one CPU, threads do on another what the
+first step would have to wait for: read from the disk what the page cache has lost, and take a fault
+for each 64 KiB that is not there in huge pages.  Nothing depends on it: what it cannot do it
+leaves, and what is wrong with the file is for the reader to put into words.
+"""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import mmap
+import os
+import stat
+from contextlib import suppress
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Optional
+
+#: what Linux maps around a fault, unless it is told otherwise
+STRIDE = 64 << 10
+#: two places at once keep a disk busier; four gain nothing when everything is in the page cache
+THREADS = 2
+#: fewer bytes of weights are not worth it
+LEAST_BYTES = 32 << 20
+#: as in ``layout.py``, which takes longer to compile than this to start
+HEADER_BYTES, END_BYTES = 64 << 10, 22
+_KEY = b"no weights begin with these bytes"
+
+
+class ReadOnlyBuffer:
+    """The address of a read-only buffer, and an export that keeps it alive until closed."""
+
+    class _PyBuffer(ctypes.Structure):
+        _fields_ = [
+            ("buf", ctypes.c_void_p),
+            ("obj", ctypes.c_void_p),
+            ("len", ctypes.c_ssize_t),
+            ("itemsize", ctypes.c_ssize_t),
+            ("readonly", ctypes.c_int),
+            ("ndim", ctypes.c_int),
+            ("format", ctypes.c_char_p),
+            ("shape", ctypes.c_void_p),
+            ("strides", ctypes.c_void_p),
+            ("suboffsets", ctypes.c_void_p),
+            ("internal", ctypes.c_void_p),
+        ]
+
+    def __init__(self, source: Any) -> None:
+        self._buffer = self._PyBuffer()
+        ctypes.pythonapi.PyObject_GetBuffer(
+            ctypes.py_object(source), ctypes.byref(self._buffer), ctypes.c_int(0)
+        )
+        self._open = True
+        self.address = int(self._buffer.buf or 0)
+        self.nbytes = int(self._buffer.len)
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            ctypes.pythonapi.PyBuffer_Release(ctypes.byref(self._buffer))
+            self.address = 0
+
+
+class Ahead:
+    """The weights of the artifact at ``path``, if they are many, mapped and being touched."""
+
+    def __init__(self, path: str) -> None:
+        self._mapped: Optional[mmap.mmap] = None
+        self._file: tuple[int, ...] = ()
+        self._left: list[ctypes.c_size_t] = []
+        with suppress(OSError, ValueError, OverflowError, AttributeError, ImportError):
+            self._map(path)
+            self._start()
+
+    def _map(self, path: str) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            nbytes = weights_bytes(fd, status) if another_cpu() else 0
+            if nbytes < LEAST_BYTES or not comfortable(nbytes):
+                return
+            # the reader waits for these before any weights
+            os.posix_fadvise(fd, HEADER_BYTES + nbytes, 0, os.POSIX_FADV_WILLNEED)
+            self._mapped = mmap.mmap(
+                fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=HEADER_BYTES
+            )
+            self._file = _identity(status)
+        finally:
+            os.close(fd)
+
+    def _start(self) -> None:
+        if self._mapped is None:
+            return
+        libc = ctypes.CDLL(None)
+        size_t, pointer = ctypes.c_size_t, ctypes.c_void_p
+        libc.lfind.argtypes = [ctypes.c_char_p, pointer, ctypes.POINTER(size_t), size_t, pointer]
+        compare = ctypes.cast(libc.strcmp, pointer)
+        pages = len(self._mapped) // STRIDE
+        for i in range(THREADS):
+            first, end = pages * i // THREADS, pages * (i + 1) // THREADS
+            self._left.append(size_t(end - first))
+            export = ReadOnlyBuffer(self._mapped)
+            place = (_KEY, export.address + first * STRIDE, self._left[i], STRIDE, compare)
+            try:
+                _thread.start_new_thread(_touch, (libc.lfind, place, export))
+            except RuntimeError:  # no more threads
+                export.close()
+
+    def take(self, status: os.stat_result, start: int, nbytes: int) -> Optional[mmap.mmap]:
+        """The mapping, if it is of that very file and place; it belongs to the caller then."""
+        mapped, self._mapped = self._mapped, None
+        place = (_identity(status), start, nbytes)
+        if mapped is None or place != (self._file, HEADER_BYTES, len(mapped)):
+            return None
+        return mapped
+
+    def close(self) -> None:
+        """Ends early what is still going on, where the C library reads the count at each step."""
+        for count in self._left:
+            count.value = 0
+        self._mapped = None
+
+
+def _touch(search: Any, place: tuple[Any, ...], export: ReadOnlyBuffer) -> None:
+    """Looks for a key that is not there: one access to each 64 KiB.
+
+    Two functions of the C library, because nothing of ours may run before the host has been
+    compared, Python would hold its lock, and ``MADV_POPULATE_READ`` holds the lock under which
+    other threads get memory.
+    """
+    try:
+        search(*place)
+    finally:
+        export.close()
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def weights_bytes(fd: int, status: os.stat_result) -> int:
+    """The bytes between the header and the ZIP by the ZIP's end record; 0 for what is none."""
+    end_at = status.st_size - END_BYTES
+    if not stat.S_ISREG(status.st_mode) or end_at < HEADER_BYTES:
+        return 0
+    end = os.pread(fd, END_BYTES, end_at)
+    directory = int.from_bytes(end[12:16], "little") + int.from_bytes(end[16:20], "little")
+    if end[:4] != b"PK\x05\x06":
+        return 0
+    return max(0, end_at - directory - HEADER_BYTES)
+
+
+def another_cpu() -> bool:
+    """Whether this process may use a second CPU."""
+    return len(os.sched_getaffinity(0)) > 1
+
+
+def comfortable(nbytes: int) -> bool:
+    """Whether pages for ``nbytes`` push nothing out, and a mapping takes nothing from a limit."""
+    import resource
+
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return False
+    with open("/proc/meminfo", "rb") as f:
+        for line in f:
+            if line.startswith(b"MemAvailable:"):
+                return int(line.split()[1]) * 1024 >= 2 * nbytes
+    return False
