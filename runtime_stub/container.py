@@ -148,6 +148,9 @@ class Artifact:
                 where=self.path,
                 next_step="check the address space limit (ulimit -v)",
             ) from None
+        from .ahead import in_huge_pages
+
+        in_huge_pages(mapped)
         return mapped, self.weights_offset - start
 
     def verify_member(self, name: str) -> None:

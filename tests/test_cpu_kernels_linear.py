@@ -348,7 +348,7 @@ def test_the_gate_of_silu_errs_as_little_as_stated(kernels: Kernels) -> None:
     """zl_act_times: 5e-7 + 8e-8 |x| with the roundings around it; no product overflows early."""
     x = np.concatenate([np.linspace(-80, 80, 160001), np.geomspace(1e-30, 3e38, 4001)])
     x = np.concatenate([x, -x]).astype(np.float32)
-    u = np.resize(np.float32([1, -3, 0.7]), x.shape)
+    u = np.resize(np.array([1, -3, 0.7], np.float32), x.shape)
     y = np.zeros_like(x)
     kernels.lib.silu_times_all(
         *(ctypes.c_void_p(a.ctypes.data) for a in (x, u, y)), ctypes.c_int64(x.size)
@@ -359,8 +359,8 @@ def test_the_gate_of_silu_errs_as_little_as_stated(kernels: Kernels) -> None:
     usual = np.abs(want) < 3.4e38
     assert (np.abs(y - want)[usual] <= allowed[usual]).all()
     assert np.isinf(y[~usual]).all()
-    special = np.float32([np.nan, np.inf, -1e30, 0, 1])
-    factor, out = np.float32([1, 1, 1e30, 5, np.nan]), np.zeros(5, np.float32)
+    special = np.array([np.nan, np.inf, -1e30, 0, 1], np.float32)
+    factor, out = np.array([1, 1, 1e30, 5, np.nan], np.float32), np.zeros(5, np.float32)
     kernels.lib.silu_times_all(
         *(ctypes.c_void_p(a.ctypes.data) for a in (special, factor, out)), ctypes.c_int64(5)
     )

@@ -100,6 +100,26 @@ def test_every_page_comes_and_the_mapping_is_the_file(artifact: Path) -> None:
     assert eventually(lambda: resident(artifact) == 0), "the threads hold nothing when they end"
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_pages_are_asked_for_in_huge_ones(artifact: Path, early: bool) -> None:
+    """Linux shows the advice of a mapping: hg."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        return  # nothing that could be asked
+    begun_ahead = Ahead(str(artifact)) if early else None
+    with open_artifact(str(artifact)) as opened:
+        mapped, _ = opened.map_weights(begun_ahead)
+    inside, flags = False, []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(f" {artifact}")
+        elif inside and line.startswith("VmFlags:"):
+            flags.append("hg" in line.split())
+    if begun_ahead is not None:
+        begun_ahead.close()
+    assert flags == [True]
+    del mapped
+
+
 def test_a_file_that_was_replaced_is_not_taken(artifact: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.zla"
     path.write_bytes(artifact.read_bytes())
