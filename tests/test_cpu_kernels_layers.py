@@ -299,6 +299,10 @@ def test_attention(
         (2, 1, 24, 16, 0, 15.0, [(17, 1), (0, 1), (63, 2)]),
         (6, 2, 40, 16, 65, 30.0, [(200, 3)]),
         (2, 2, 256, 16, 0, 0.0, [(20, 3)]),
+        # whole chunks between two that queries attend to in part; tiles that fours do not fill,
+        # elements that eights do not
+        (9, 3, 64, 32, 200, 0.0, [(300, 70)]),
+        (10, 2, 40, 16, 0, 30.0, [(130, 43), (1000, 30)]),
     ],
 )
 def test_attention_over_a_bf16_cache(

@@ -3,7 +3,7 @@
  * In: zl_math.h, zl_quantize.h.  Out: zl_kv_block, zl_cache_put (used by zl_qkv.h), the kernels.  Next file:
  * zl_elementwise.h.
  *
- * One layer's share of a KV block, KV = f32 or f16 (bf16: zl_attention_bf16.h):
+ * One layer's share of a KV block, KV = f32 or f16 (zl_attention_float.h; bf16: zl_attention_bf16.h):
  *     K  [kv_heads][head_dim][block_size]     positions are lanes: q . k for 16 positions is one chain of
  *     V  [kv_heads][block_size][head_dim]     multiply-adds with no sum across lanes; elements are lanes
  *
@@ -19,7 +19,7 @@
 
 #define ZL_CHUNK 64   /* positions scored at a time */
 #define ZL_SPAN 1024  /* positions between restarts of the running softmax */
-#define ZL_QUERIES 32 /* queries of a tile */
+#define ZL_QUERIES 48 /* queries of a tile: fours of groups of 2, 3, 4, 6, 8 ... heads */
 #define ZL_FETCH_QUERIES 8 /* a tile of so many at most asks for the next chunk */
 #define ZL_MAX_HEAD_DIM 512
 
@@ -136,121 +136,34 @@ typedef struct zl_chunk_at {
   const char *next_k[ZL_CHUNK / 16], *next_v[ZL_CHUNK / 16];
 } zl_chunk_at;
 
-ZL_KERNEL void zl_fetch_l2(const char *p) { __builtin_prefetch(p, 0, 2); }
+#define ZL_FETCH_L2 1
+#define ZL_FETCH_L1 2
+ZL_KERNEL void zl_fetch(const char *p, int fetch) {
+  if (fetch == ZL_FETCH_L2) __builtin_prefetch(p, 0, 2);
+  if (fetch == ZL_FETCH_L1) __builtin_prefetch(p, 0, 3);
+}
+
+/* The chunk at c0 and the one after it, of a context that ends at `end`; past it the nearest positions before it again,
+ * masked later. */
+ZL_KERNEL void zl_locate_chunk(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, const char *k,
+                               const char *v, int64_t c0, int64_t end, zl_chunk_at *at) {
+  const int64_t hd = a->head_dim, bs = a->block_size, bytes = zl_kv_bytes(a->kv_dtype);
+  const int64_t head = tile->kv_head * hd * bs * bytes;
+  const int64_t k_bytes = a->kv_dtype == ZL_KV_BF16 ? 4 : bytes; /* from position to position: one pair */
+  for (int64_t i = 0; i < ZL_CHUNK / 16; i++) {
+    const int64_t p = c0 + (c0 + 16 * i <= end ? 16 * i : 0);
+    const int64_t next = p + ZL_CHUNK <= end ? p + ZL_CHUNK : p;
+    at->k[i] = zl_kv_at(t, k, tile->seq, p / bs) + head + p % bs * k_bytes;
+    at->v[i] = zl_kv_at(t, v, tile->seq, p / bs) + head + p % bs * hd * bytes;
+    at->next_k[i] = zl_kv_at(t, k, tile->seq, next / bs) + head + next % bs * k_bytes;
+    at->next_v[i] = zl_kv_at(t, v, tile->seq, next / bs) + head + next % bs * hd * bytes;
+  }
+}
 
 #if defined(__AVX512BF16__)
 #include "zl_attention_bf16.h"
 #endif
-
-/* s[i][16 v ..] = scores of QB queries for the 16 positions at at->k[v], which points at K[0][offset], rows block_size
- * apart.  Several vectors of positions at a time hide the latency of the multiply-adds. */
-#define ZL_SCORE_VECTORS (ZL_AVX512 ? 4 : 2)
-ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const float *const *q,
-                         const zl_chunk_at *at, int64_t vectors, float s[][ZL_CHUNK]) {
-  const int64_t step = a->block_size * zl_kv_bytes(a->kv_dtype);
-  for (int64_t v = 0; v < vectors; v += ZL_SCORE_VECTORS) {
-    v16f acc[ZL_SCORE_VECTORS][4];
-    const char *p[ZL_SCORE_VECTORS], *next[ZL_SCORE_VECTORS];
-    ZL_UNROLL
-    for (int w = 0; w < ZL_SCORE_VECTORS; w++) { /* past the last: read the last again, store nothing */
-      p[w] = at->k[v + w < vectors ? v + w : vectors - 1];
-      next[w] = at->next_k[v + w < vectors ? v + w : vectors - 1];
-      ZL_UNROLL
-      for (int i = 0; i < QB; i++) acc[w][i] = zl_set(0.0f);
-    }
-    ZL_NO_UNROLL
-    for (int64_t d = 0; d < a->head_dim; d++) {
-      v16f k[ZL_SCORE_VECTORS];
-      ZL_UNROLL
-      for (int w = 0; w < ZL_SCORE_VECTORS; w++) {
-        k[w] = zl_kv_load(p[w] + d * step, a->kv_dtype);
-        if (fetch) zl_fetch_l2(next[w] + d * step);
-      }
-      ZL_UNROLL
-      for (int i = 0; i < QB; i++) {
-        v16f x = zl_set(q[i][d]);
-        ZL_UNROLL
-        for (int w = 0; w < ZL_SCORE_VECTORS; w++) acc[w][i] = zl_fma(x, k[w], acc[w][i]);
-      }
-    }
-    ZL_UNROLL
-    for (int w = 0; w < ZL_SCORE_VECTORS; w++) {
-      if (v + w >= vectors) break;
-      ZL_UNROLL
-      for (int i = 0; i < QB; i++) zl_store(s[i] + 16 * (v + w), acc[w][i]);
-    }
-  }
-}
-
-/* scores of one query -> e^(s - max), masked positions 0; updates max and sum, returns the factor for what was
- * accumulated before.  c0 is the chunk's first position. */
-ZL_KERNEL float zl_softmax_chunk(const zl_attention_shape *a, float *s, int64_t vectors, int64_t c0, int64_t from,
-                                 int64_t last, float *max, float *sum) {
-  const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const int32_t lo = (int32_t)(from - c0 < 0 ? 0 : from - c0 > ZL_CHUNK ? ZL_CHUNK : from - c0);
-  const int32_t hi = (int32_t)(last - c0 > ZL_CHUNK ? ZL_CHUNK : last - c0 < -1 ? -1 : last - c0);
-  v16f m = zl_set(-__builtin_inff()), total = zl_set(0.0f);
-  for (int64_t v = 0; v < vectors; v++) {
-    v16f x = zl_load(s + 16 * v) * a->scale;
-    if (a->softcap > 0.0f) x = a->softcap * zl_tanh(x / a->softcap);
-    v16i at = lane + (int32_t)(16 * v);
-    x = zl_select((v16i)((at >= lo) & (at <= hi)), x, zl_set(-__builtin_inff()));
-    zl_store(s + 16 * v, x);
-    m = zl_max(m, x);
-  }
-  const float before = *max, now = zl_hmax(m);
-  const float top = now > before ? now : before;
-  const float base = top == -__builtin_inff() ? 0.0f : top; /* nothing to attend to yet */
-  for (int64_t v = 0; v < vectors; v++) {
-    v16f e = zl_exp(zl_load(s + 16 * v) - base);
-    zl_store(s + 16 * v, e);
-    total = total + e;
-  }
-  const float factor = zl_exp(zl_set(before - base))[0];
-  *max = top;
-  *sum = *sum * factor + zl_hsum(total);
-  return factor;
-}
-
-/* out[i] = factor[i] * out[i] + sum over positions of s[i][p] V[p]; at->v[v] points at V[16 v] of the chunk */
-ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[][ZL_CHUNK], const float *factor,
-                        const zl_chunk_at *at, int64_t positions, float *const *out) {
-  const int64_t bytes = zl_kv_bytes(a->kv_dtype), hd = a->head_dim;
-  for (int64_t d = 0; d < hd; d += 64) {
-    const int64_t left = (hd - d + 15) / 16, width = left < 4 ? left : 4;
-    v16f acc[4][4];
-    ZL_UNROLL
-    for (int i = 0; i < QB; i++) {
-      ZL_UNROLL
-      for (int w = 0; w < 4; w++)
-        acc[i][w] = w < width ? zl_load(out[i] + d + 16 * w) * factor[i] : zl_set(0.0f);
-    }
-    ZL_NO_UNROLL
-    for (int64_t p = 0; p < positions; p++) {
-      const int64_t offset = ((p % 16) * hd + d) * bytes;
-      const char *row = at->v[p / 16] + offset;
-      v16f x[4];
-      ZL_UNROLL
-      for (int w = 0; w < 4; w++)
-        x[w] = w < width ? zl_kv_load_n(row + 16 * w * bytes, a->kv_dtype, hd - d - 16 * w) : zl_set(0.0f);
-      ZL_UNROLL
-      for (int w = 0; w < 4; w++) /* two of 16 halves are a line */
-        if (fetch && w < width && (bytes == 4 || w % 2 == 0)) zl_fetch_l2(at->next_v[p / 16] + offset + 16 * w * bytes);
-      ZL_UNROLL
-      for (int i = 0; i < QB; i++) {
-        v16f e = zl_set(s[i][p]);
-        ZL_UNROLL
-        for (int w = 0; w < 4; w++) acc[i][w] = zl_fma(e, x[w], acc[i][w]);
-      }
-    }
-    ZL_UNROLL
-    for (int i = 0; i < QB; i++) {
-      ZL_UNROLL
-      for (int w = 0; w < 4; w++)
-        if (w < width) zl_store(out[i] + d + 16 * w, acc[i][w]);
-    }
-  }
-}
+#include "zl_attention_float.h"
 
 /* QB queries from index i of the tile, one chunk, of which `positions` exist; fetch: ask for the next chunk meanwhile */
 ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, int fetch, const zl_queries *tile, int64_t i, int64_t c0,
@@ -274,28 +187,11 @@ ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, int fetch, const zl
   zl_weigh(a, QB, fetch, s, factor, at, positions, out);
 }
 
-/* The chunk at c0 and the one after it, of a context that ends at `end`; past it the nearest positions before it again,
- * masked later. */
-ZL_KERNEL void zl_locate_chunk(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, const char *k,
-                               const char *v, int64_t c0, int64_t end, zl_chunk_at *at) {
-  const int64_t hd = a->head_dim, bs = a->block_size, bytes = zl_kv_bytes(a->kv_dtype);
-  const int64_t head = tile->kv_head * hd * bs * bytes;
-  const int64_t k_bytes = a->kv_dtype == ZL_KV_BF16 ? 4 : bytes; /* from position to position: one pair */
-  for (int64_t i = 0; i < ZL_CHUNK / 16; i++) {
-    const int64_t p = c0 + (c0 + 16 * i <= end ? 16 * i : 0);
-    const int64_t next = p + ZL_CHUNK <= end ? p + ZL_CHUNK : p;
-    at->k[i] = zl_kv_at(t, k, tile->seq, p / bs) + head + p % bs * k_bytes;
-    at->v[i] = zl_kv_at(t, v, tile->seq, p / bs) + head + p % bs * hd * bytes;
-    at->next_k[i] = zl_kv_at(t, k, tile->seq, next / bs) + head + next % bs * k_bytes;
-    at->next_v[i] = zl_kv_at(t, v, tile->seq, next / bs) + head + next % bs * hd * bytes;
-  }
-}
-
 /* All queries of a tile, one chunk: 4 at a time, the rest together.  Few queries have as much to read as to compute: the
  * first of them ask for the next chunk. */
 ZL_KERNEL void zl_chunk_tile(const zl_attention_shape *a, const zl_queries *tile, int64_t c0, int64_t positions,
                              const zl_chunk_at *at, zl_seen *seen) {
-  int fetch = tile->n <= ZL_FETCH_QUERIES;
+  int fetch = tile->n <= ZL_FETCH_QUERIES ? ZL_FETCH_L2 : 0;
   int64_t i = 0;
   for (; i + 4 <= tile->n; i += 4, fetch = 0) zl_chunk(a, 4, fetch, tile, i, c0, positions, at, seen);
   if (tile->n - i == 3) zl_chunk(a, 3, fetch, tile, i, c0, positions, at, seen);
@@ -306,7 +202,14 @@ ZL_KERNEL void zl_chunk_tile(const zl_attention_shape *a, const zl_queries *tile
 /* all queries of the tile over positions [begin, end], within one span of a context that ends at context_end; `seen` starts empty */
 ZL_KERNEL void zl_span(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, char *k, char *v,
                        int64_t begin, int64_t end, int64_t context_end, zl_seen *seen) {
-  for (int64_t c0 = begin / ZL_CHUNK * ZL_CHUNK; c0 <= end; c0 += ZL_CHUNK) {
+  int64_t c0 = begin / ZL_CHUNK * ZL_CHUNK;
+#if defined(__AVX512BF16__)
+  if (a->kv_dtype == ZL_KV_BF16 && tile->n > ZL_FETCH_QUERIES) {
+    zl_span_bf16(t, a, tile, k, v, c0, end, context_end, seen);
+    return;
+  }
+#endif
+  for (; c0 <= end; c0 += ZL_CHUNK) {
     zl_chunk_at at;
     zl_locate_chunk(t, a, tile, k, v, c0, context_end, &at);
     zl_chunk_tile(a, tile, c0, end - c0 + 1 < ZL_CHUNK ? end - c0 + 1 : ZL_CHUNK, &at, seen);
@@ -350,7 +253,7 @@ ZL_KERNEL void zl_attend(const zl_task *t, const zl_attention_shape *a, const zl
   for (int64_t span = from / ZL_SPAN * ZL_SPAN; span <= last; span += ZL_SPAN, seen = part) {
     const int64_t begin = span > from ? span : from;
     const int64_t end = span + ZL_SPAN - 1 < last ? span + ZL_SPAN - 1 : last;
-    zl_seen_reset(seen, tile->n, stride);
+    zl_seen_reset(seen, (tile->n + 3) / 4 * 4, stride);
     zl_span(t, a, tile, k, v, begin, end, last, seen);
     if (seen == part) zl_seen_merge(total, part, tile->n, stride, a->kv_dtype == ZL_KV_BF16 ? 0x1.62e43p-1f : 1.0f); /* ln 2 */
   }
@@ -369,6 +272,11 @@ ZL_KERNEL void zl_fill_tile(zl_queries *tile, const zl_task *t, const zl_attenti
       tile->from[i] = a->window > 0 && p - a->window + 1 > 0 ? p - a->window + 1 : 0;
       tile->last[i] = p;
     }
+  for (int64_t i = tile->n; i % 4; i++) { /* fills the last four; what comes out is not read */
+    tile->q[i] = tile->q[0];
+    tile->from[i] = tile->from[0];
+    tile->last[i] = tile->last[0];
+  }
 }
 
 /* Tokens t0 .. t1 of one sequence x heads h0 .. h0 + heads of one KV head: one tile from queries to results. */
@@ -382,9 +290,51 @@ typedef struct zl_attention_io {
   int64_t H, group;
 } zl_attention_io;
 
+/* Results of `some` tokens (1 or 8) of a head, heads * stride floats apart, divided by their sums -> the bundle, rows
+ * `row` apart. */
+ZL_KERNEL void zl_quantize_results(int some, const zl_attention_io *io, const float *out, const float *sum,
+                                   int64_t heads, int64_t stride, int64_t at, int64_t row, int64_t hd) {
+  float by[8];
+  ZL_UNROLL
+  for (int m = 0; m < some; m++) by[m] = 1.0f / sum[m * heads];
+  for (int64_t d = 0; d < hd; d += 32) {
+    v16f a[8], b[8];
+    ZL_UNROLL
+    for (int m = 0; m < some; m++) {
+      a[m] = zl_load(out + m * heads * stride + d) * by[m];
+      b[m] = zl_load(out + m * heads * stride + d + 16) * by[m];
+    }
+    int8_t *q = io->q8 + at + d;
+    float *scale = io->scale + (at + d) / 32, *sums = io->sums + (at + d) / 16;
+    if (some == 8)
+      zl_quantize32_eight(a, b, q, row, scale, row / 32, sums, row / 16);
+    else
+      zl_quantize32(a[0], b[0], q, scale, sums);
+  }
+}
+
+/* Results of a tile, divided by their sums.  Eight tokens of a head are quantized together. */
+ZL_KERNEL void zl_results(const zl_attention_io *io, const zl_seen *total, int64_t tokens, int64_t t0, int64_t h0,
+                          int64_t heads, int64_t hd) {
+  const int64_t stride = (hd + 15) / 16 * 16, row = io->H * hd;
+  for (int64_t h = 0; h < heads; h++) {
+    int64_t t = 0;
+    for (; !io->y && t + 8 <= tokens; t += 8)
+      zl_quantize_results(8, io, total->out + (t * heads + h) * stride, total->sum + t * heads + h, heads, stride,
+                          (t0 + t) * row + (h0 + h) * hd, row, hd);
+    for (; t < tokens; t++) {
+      const int64_t at = (t0 + t) * row + (h0 + h) * hd;
+      const float *out = total->out + (t * heads + h) * stride, *sum = total->sum + t * heads + h;
+      if (!io->y) zl_quantize_results(1, io, out, sum, heads, stride, at, row, hd);
+      for (int64_t d = 0; io->y && d < hd; d += 16)
+        zl_store_n(io->y + at + d, zl_load(out + d) * (1.0f / *sum), hd - d < 16 ? hd - d : 16);
+    }
+  }
+}
+
 ZL_KERNEL void zl_attention_one(const zl_task *t, const zl_attention_io *io, const zl_attention_shape *a, int64_t t0,
                                 int64_t t1, int64_t h0, int64_t heads) {
-  const int64_t hd = a->head_dim, stride = (hd + 15) / 16 * 16;
+  const int64_t hd = a->head_dim;
   _Alignas(64) float out[2][ZL_QUERIES * ZL_MAX_HEAD_DIM];
   zl_seen total, part;
   zl_queries tile;
@@ -398,20 +348,10 @@ ZL_KERNEL void zl_attention_one(const zl_task *t, const zl_attention_io *io, con
     tile.pairs[i] = pairs + i * (hd / 2);
     zl_pairs(tile.q[i], zl_query_scale(a), pairs + i * (hd / 2), hd);
   }
+  for (int64_t i = tile.n; i % 4; i++) tile.pairs[i] = pairs;
 #endif
   zl_attend(t, a, &tile, io->k, io->v, &total, &part);
-  for (int64_t i = 0; i < tile.n; i++) {
-    const int64_t at = ((t0 + i / heads) * io->H + h0 + i % heads) * hd;
-    const float *o = total.out + i * stride;
-    const float by = total.sum[i];
-    if (io->y) {
-      for (int64_t d = 0; d < hd; d += 16) zl_store_n(io->y + at + d, zl_load(o + d) / by, hd - d < 16 ? hd - d : 16);
-    } else {
-      for (int64_t d = 0; d < hd; d += 32)
-        zl_quantize32(zl_load(o + d) / by, zl_load(o + d + 16) / by, io->q8 + at + d, io->scale + (at + d) / 32,
-                      io->sums + (at + d) / 16);
-    }
-  }
+  zl_results(io, &total, t1 - t0, t0, h0, heads, hd);
 }
 
 /* Few tokens: the query heads of all tokens in one row, an equal share to each thread; a share is cut where the KV head

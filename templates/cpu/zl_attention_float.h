@@ -1,0 +1,118 @@
+/* Attention over an f32 or f16 cache: one chunk of positions at a time, in float32.
+ *
+ * In: zl_attention.h's types.  Out: zl_scores, zl_softmax_chunk, zl_weigh.  Next file: zl_attention.h.
+ */
+#ifndef ZL_ATTENTION_FLOAT_H
+#define ZL_ATTENTION_FLOAT_H
+
+/* s[i][16 v ..] = scores of QB queries for the 16 positions at at->k[v], which points at K[0][offset], rows block_size
+ * apart.  Several vectors of positions at a time hide the latency of the multiply-adds. */
+#define ZL_SCORE_VECTORS (ZL_AVX512 ? 4 : 2)
+ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const float *const *q,
+                         const zl_chunk_at *at, int64_t vectors, float s[][ZL_CHUNK]) {
+  const int64_t step = a->block_size * zl_kv_bytes(a->kv_dtype);
+  for (int64_t v = 0; v < vectors; v += ZL_SCORE_VECTORS) {
+    v16f acc[ZL_SCORE_VECTORS][4];
+    const char *p[ZL_SCORE_VECTORS], *next[ZL_SCORE_VECTORS];
+    ZL_UNROLL
+    for (int w = 0; w < ZL_SCORE_VECTORS; w++) { /* past the last: read the last again, store nothing */
+      p[w] = at->k[v + w < vectors ? v + w : vectors - 1];
+      next[w] = at->next_k[v + w < vectors ? v + w : vectors - 1];
+      ZL_UNROLL
+      for (int i = 0; i < QB; i++) acc[w][i] = zl_set(0.0f);
+    }
+    ZL_NO_UNROLL
+    for (int64_t d = 0; d < a->head_dim; d++) {
+      v16f k[ZL_SCORE_VECTORS];
+      ZL_UNROLL
+      for (int w = 0; w < ZL_SCORE_VECTORS; w++) {
+        k[w] = zl_kv_load(p[w] + d * step, a->kv_dtype);
+        zl_fetch(next[w] + d * step, fetch);
+      }
+      ZL_UNROLL
+      for (int i = 0; i < QB; i++) {
+        v16f x = zl_set(q[i][d]);
+        ZL_UNROLL
+        for (int w = 0; w < ZL_SCORE_VECTORS; w++) acc[w][i] = zl_fma(x, k[w], acc[w][i]);
+      }
+    }
+    ZL_UNROLL
+    for (int w = 0; w < ZL_SCORE_VECTORS; w++) {
+      if (v + w >= vectors) break;
+      ZL_UNROLL
+      for (int i = 0; i < QB; i++) zl_store(s[i] + 16 * (v + w), acc[w][i]);
+    }
+  }
+}
+
+/* scores of one query -> e^(s - max), masked positions 0; updates max and sum, returns the factor for what was
+ * accumulated before.  c0 is the chunk's first position. */
+ZL_KERNEL float zl_softmax_chunk(const zl_attention_shape *a, float *s, int64_t vectors, int64_t c0, int64_t from,
+                                 int64_t last, float *max, float *sum) {
+  const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int32_t lo = (int32_t)(from - c0 < 0 ? 0 : from - c0 > ZL_CHUNK ? ZL_CHUNK : from - c0);
+  const int32_t hi = (int32_t)(last - c0 > ZL_CHUNK ? ZL_CHUNK : last - c0 < -1 ? -1 : last - c0);
+  v16f m = zl_set(-__builtin_inff()), total = zl_set(0.0f);
+  for (int64_t v = 0; v < vectors; v++) {
+    v16f x = zl_load(s + 16 * v) * a->scale;
+    if (a->softcap > 0.0f) x = a->softcap * zl_tanh(x / a->softcap);
+    v16i at = lane + (int32_t)(16 * v);
+    x = zl_select((v16i)((at >= lo) & (at <= hi)), x, zl_set(-__builtin_inff()));
+    zl_store(s + 16 * v, x);
+    m = zl_max(m, x);
+  }
+  const float before = *max, now = zl_hmax(m);
+  const float top = now > before ? now : before;
+  const float base = top == -__builtin_inff() ? 0.0f : top; /* nothing to attend to yet */
+  for (int64_t v = 0; v < vectors; v++) {
+    v16f e = zl_exp(zl_load(s + 16 * v) - base);
+    zl_store(s + 16 * v, e);
+    total = total + e;
+  }
+  const float factor = zl_exp(zl_set(before - base))[0];
+  *max = top;
+  *sum = *sum * factor + zl_hsum(total);
+  return factor;
+}
+
+/* out[i] = factor[i] * out[i] + sum over positions of s[i][p] V[p]; at->v[v] points at V[16 v] of the chunk */
+ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[][ZL_CHUNK], const float *factor,
+                        const zl_chunk_at *at, int64_t positions, float *const *out) {
+  const int64_t bytes = zl_kv_bytes(a->kv_dtype), hd = a->head_dim;
+  for (int64_t d = 0; d < hd; d += 64) {
+    const int64_t left = (hd - d + 15) / 16, width = left < 4 ? left : 4;
+    v16f acc[4][4];
+    ZL_UNROLL
+    for (int i = 0; i < QB; i++) {
+      ZL_UNROLL
+      for (int w = 0; w < 4; w++)
+        acc[i][w] = w < width ? zl_load(out[i] + d + 16 * w) * factor[i] : zl_set(0.0f);
+    }
+    ZL_NO_UNROLL
+    for (int64_t p = 0; p < positions; p++) {
+      const int64_t offset = ((p % 16) * hd + d) * bytes;
+      const char *row = at->v[p / 16] + offset;
+      v16f x[4];
+      ZL_UNROLL
+      for (int w = 0; w < 4; w++)
+        x[w] = w < width ? zl_kv_load_n(row + 16 * w * bytes, a->kv_dtype, hd - d - 16 * w) : zl_set(0.0f);
+      ZL_UNROLL
+      for (int w = 0; w < 4; w++) /* two of 16 halves are a line */
+        if (w < width && (bytes == 4 || w % 2 == 0)) zl_fetch(at->next_v[p / 16] + offset + 16 * w * bytes, fetch);
+      ZL_UNROLL
+      for (int i = 0; i < QB; i++) {
+        v16f e = zl_set(s[i][p]);
+        ZL_UNROLL
+        for (int w = 0; w < 4; w++) acc[i][w] = zl_fma(e, x[w], acc[i][w]);
+      }
+    }
+    ZL_UNROLL
+    for (int i = 0; i < QB; i++) {
+      ZL_UNROLL
+      for (int w = 0; w < 4; w++)
+        if (w < width) zl_store(out[i] + d + 16 * w, acc[i][w]);
+    }
+  }
+}
+
+#endif
