@@ -355,38 +355,41 @@ ZL_KERNEL void zl_attention_one(const zl_task *t, const zl_attention_io *io, con
 }
 
 /* Few tokens: the query heads of all tokens in one row, an equal share to each thread; a share is cut where the KV head
- * changes, so that heads of a group still read K and V together.  Many: tiles of tokens x the heads of a group. */
+ * changes, so that heads of a group still read K and V together.  Many: tiles of tokens x the heads of a group.  Both
+ * through one call of zl_attention_one, which is most of a module's attention code. */
 ZL_KERNEL void zl_attention_all(const zl_task *t, int64_t rows, const zl_attention_io *io, const zl_attention_shape *a) {
   const int64_t H = io->H, group = io->group;
   const int64_t most = group < ZL_QUERIES ? group : ZL_QUERIES; /* heads of a tile */
-  if (rows * (H / group) < 4 * (int64_t)t->n_threads) {
-    int64_t i, end;
-    zl_share(t, rows * H, &i, &end);
-    while (i < end) {
-      const int64_t row = i / H, h = i % H;
-      int64_t heads = group - h % group;
+  const int64_t tokens = ZL_QUERIES / most, parts = (group + most - 1) / most, runs = H / group * parts;
+  const int few = rows * (H / group) < 4 * (int64_t)t->n_threads;
+  /* later tokens see longer contexts: the thread whose tiles are early ends first and helps */
+  zl_deal deal = {(rows + tokens - 1) / tokens * runs, 0, 0, 0};
+  int64_t i = 0, end = 0, t0 = 0, t1 = 0, stop = 0, h0 = 0, heads = 0;
+  if (few) zl_share(t, rows * H, &i, &end);
+  for (;; t0 = t1) {
+    if (few) {
+      if (i >= end) return;
+      t0 = i / H;
+      h0 = i % H;
+      stop = t0 + 1;
+      heads = group - h0 % group;
       if (heads > end - i) heads = end - i;
       if (heads > most) heads = most;
-      zl_attention_one(t, io, a, row, row + 1, h, heads);
       i += heads;
+    } else if (t0 == stop) { /* a run of tokens may span sequences: several tiles */
+      int64_t item;
+      if (!zl_deal_item(t, &deal, &item)) return;
+      const int64_t run = item % runs;
+      h0 = run / parts * group + run % parts * most;
+      t0 = item / runs * tokens;
+      stop = t0 + tokens < rows ? t0 + tokens : rows;
     }
-    return;
-  }
-  const int64_t tokens = ZL_QUERIES / most, parts = (group + most - 1) / most, runs = H / group * parts;
-  const int64_t tiles = (rows + tokens - 1) / tokens;
-  zl_deal deal = {tiles * runs, 0, 0, 0}; /* later tokens see longer contexts: whose tiles are early ends first and helps */
-  int64_t item;
-  while (zl_deal_item(t, &deal, &item)) {
-    const int64_t run = item % runs, h0 = run / parts * group + run % parts * most;
-    const int64_t left = (run / parts + 1) * group - h0, heads = left < most ? left : most;
-    int64_t t0 = item / runs * tokens;
-    const int64_t stop = t0 + tokens < rows ? t0 + tokens : rows;
-    while (t0 < stop) { /* a run of tokens may span sequences */
-      int64_t t1 = t0 + 1;
-      while (t1 < stop && t->token_seq[t1] == t->token_seq[t0]) t1++;
-      zl_attention_one(t, io, a, t0, t1, h0, heads);
-      t0 = t1;
+    if (!few) {
+      const int64_t left = (h0 / group + 1) * group - h0;
+      heads = left < most ? left : most;
     }
+    for (t1 = t0 + 1; t1 < stop && t->token_seq[t1] == t->token_seq[t0];) t1++;
+    zl_attention_one(t, io, a, t0, t1, h0, heads);
   }
 }
 
