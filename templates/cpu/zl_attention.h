@@ -19,7 +19,7 @@
 
 #define ZL_CHUNK 64   /* positions scored at a time */
 #define ZL_SPAN 1024  /* positions between restarts of the running softmax */
-#define ZL_QUERIES 48 /* queries of a tile: fours of groups of 2, 3, 4, 6, 8 ... heads */
+#define ZL_QUERIES 64 /* most queries of a tile */
 #define ZL_FETCH_QUERIES 8 /* a tile of so many at most asks for the next chunk */
 #define ZL_MAX_HEAD_DIM 512
 
@@ -360,7 +360,8 @@ ZL_KERNEL void zl_attention_one(const zl_task *t, const zl_attention_io *io, con
 ZL_KERNEL void zl_attention_all(const zl_task *t, int64_t rows, const zl_attention_io *io, const zl_attention_shape *a) {
   const int64_t H = io->H, group = io->group;
   const int64_t most = group < ZL_QUERIES ? group : ZL_QUERIES; /* heads of a tile */
-  const int64_t tokens = ZL_QUERIES / most, parts = (group + most - 1) / most, runs = H / group * parts;
+  const int64_t room = ZL_QUERIES / most, tokens = room > 8 ? room / 8 * 8 : room; /* eights: see zl_results */
+  const int64_t parts = (group + most - 1) / most, runs = H / group * parts;
   const int few = rows * (H / group) < 4 * (int64_t)t->n_threads;
   /* later tokens see longer contexts: the thread whose tiles are early ends first and helps */
   zl_deal deal = {(rows + tokens - 1) / tokens * runs, 0, 0, 0};
