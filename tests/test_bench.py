@@ -228,8 +228,11 @@ def test_the_first_process_brings_the_file_and_makes_one_token(tmp_path: Path) -
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a").write_bytes(bytes(3_000_000))
     (tmp_path / "b").write_bytes(b"1234")
+    assert measure.cached_share(tmp_path) == 1.0  # written a moment ago
     measure.drop_cached(tmp_path)
+    assert 0.0 <= measure.cached_share(tmp_path) <= 1.0  # 1 where files are in memory anyway
     measure.drop_cached(tmp_path / "b")
+    assert measure.cached_share(tmp_path / "b") in (0.0, 1.0)
     assert (tmp_path / "sub" / "a").read_bytes() == bytes(3_000_000)
     assert (tmp_path / "b").read_bytes() == b"1234"
     place = measure.Place(tmp_path, tmp_path / "results.jsonl")
