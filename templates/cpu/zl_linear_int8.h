@@ -188,11 +188,17 @@ ZL_KERNEL void zl_dot_amx(int format, zl_bundle a, int64_t t0, int64_t until, in
 }
 
 /* The lines of `to` [T, N] where the outputs of group g go, for several tokens: the sums take longer than the caches
- * take to bring them. */
+ * take to bring them.  Rows of whole 4 KB share one set of the first cache, which the sums would empty: into the second. */
 ZL_KERNEL void zl_ask_outputs(int MT, const float *to, int64_t first, int64_t g, int64_t N) {
   if (MT <= 2 || !to) return;
   ZL_UNROLL
-  for (int m = 0; m < MT; m++) __builtin_prefetch(to + (first + m) * N + 16 * g, 0, 2);
+  for (int m = 0; m < MT; m++) {
+    const float *line = to + (first + m) * N + 16 * g;
+    if (N % 1024)
+      __builtin_prefetch(line, 1, 3);
+    else
+      __builtin_prefetch(line, 0, 2);
+  }
 }
 
 /* out[T, N] = residual + act(acc + bias) for MT tokens; residual and bias may be NULL; out may be residual */
