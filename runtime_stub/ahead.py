@@ -5,8 +5,10 @@ In: the path of an artifact.  Out: :class:`Ahead`, whose mapping ``container.py`
 
 While Python compiles this loader and reads the manifest on one CPU, threads do on another what the
 first step would have to wait for: read from the disk what the page cache has lost, and take a fault
-for each 64 KiB that is not there in huge pages.  Nothing depends on it: what it cannot do it
-leaves, and what is wrong with the file is for the reader to put into words.
+for each 64 KiB that is not there in huge pages.  What it cannot do it leaves, and what is wrong
+with the file is for the reader to put into words.  One thing it cannot leave: where the file is cut
+short or its disk fails while a page is touched, the system ends the process by SIGBUS, as it does
+while the engine runs; here that may come before the reader has refused the file.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import mmap
 import os
 import stat
 from contextlib import suppress
+
+from .buffer import ReadOnlyBuffer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,40 +35,6 @@ LEAST_BYTES = 32 << 20
 #: as in ``layout.py``, which takes longer to compile than this to start
 HEADER_BYTES, END_BYTES = 64 << 10, 22
 _KEY = b"no weights begin with these bytes"
-
-
-class ReadOnlyBuffer:
-    """The address of a read-only buffer, and an export that keeps it alive until closed."""
-
-    class _PyBuffer(ctypes.Structure):
-        _fields_ = [
-            ("buf", ctypes.c_void_p),
-            ("obj", ctypes.c_void_p),
-            ("len", ctypes.c_ssize_t),
-            ("itemsize", ctypes.c_ssize_t),
-            ("readonly", ctypes.c_int),
-            ("ndim", ctypes.c_int),
-            ("format", ctypes.c_char_p),
-            ("shape", ctypes.c_void_p),
-            ("strides", ctypes.c_void_p),
-            ("suboffsets", ctypes.c_void_p),
-            ("internal", ctypes.c_void_p),
-        ]
-
-    def __init__(self, source: Any) -> None:
-        self._buffer = self._PyBuffer()
-        ctypes.pythonapi.PyObject_GetBuffer(
-            ctypes.py_object(source), ctypes.byref(self._buffer), ctypes.c_int(0)
-        )
-        self._open = True
-        self.address = int(self._buffer.buf or 0)
-        self.nbytes = int(self._buffer.len)
-
-    def close(self) -> None:
-        if self._open:
-            self._open = False
-            ctypes.pythonapi.PyBuffer_Release(ctypes.byref(self._buffer))
-            self.address = 0
 
 
 class Ahead:
@@ -83,7 +53,7 @@ class Ahead:
         try:
             status = os.fstat(fd)
             nbytes = weights_bytes(fd, status) if another_cpu() else 0
-            if nbytes < LEAST_BYTES or not comfortable(nbytes):
+            if nbytes < LEAST_BYTES or not comfortable(nbytes) or not unlimited():
                 return
             # the reader waits for these before any weights
             os.posix_fadvise(fd, HEADER_BYTES + nbytes, 0, os.POSIX_FADV_WILLNEED)
@@ -122,7 +92,8 @@ class Ahead:
         return mapped
 
     def close(self) -> None:
-        """Ends early what is still going on, where the C library reads the count at each step."""
+        """Ends early what is still going on, where the C library reads the count at each step:
+        glibc does, musl copies it once and goes on to the end."""
         for count in self._left:
             count.value = 0
         self._mapped = None
@@ -132,8 +103,8 @@ def in_huge_pages(mapped: mmap.mmap) -> None:
     """What a fault reads from the disk shall lie in the page cache in huge pages: for this process
     and for all that start later.  What lies there already stays as it is.
 
-    Linux does it from 5.18 on, where the file system keeps large folios (ext4 from 6.16, XFS,
-    Btrfs); elsewhere the advice changes nothing.
+    It takes effect where the kernel and the file system keep large folios; elsewhere the advice
+    changes nothing.
     """
     with suppress(OSError, AttributeError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
@@ -184,3 +155,52 @@ def comfortable(nbytes: int) -> bool:
             if line.startswith(b"MemAvailable:"):
                 return int(line.split()[1]) * 1024 >= 2 * nbytes
     return False
+
+
+def unlimited(root: str = "/") -> bool:
+    """Whether no cgroup of this process that can be seen limits its memory, of which the plan
+    counts what is left while pages come, or leaves it fewer than two CPUs.
+
+    ``detect.py`` reads the same files for what they say exactly; here a few lines have to do,
+    because its modules are compiled while the threads run.
+    """
+    for line in _read(os.path.join(root, "proc/self/cgroup")).splitlines():
+        names, _, path = line.partition(":")[2].partition(":")
+        parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+        for controller in {"", "memory", "cpu"}.intersection(names.split(",")):
+            # version 2 has one tree, beside those of version 1 in "unified"; version 1 one for each
+            for tree in {names, controller} if controller else {"", "unified"}:
+                for i in range(len(parts) + 1):
+                    group = os.path.join(root, "sys/fs/cgroup", tree, *parts[:i])
+                    if _limited(group, controller):
+                        return False
+    return True
+
+
+def _limited(group: str, controller: str) -> bool:
+    """By the files of version 1's ``controller``; without one, of version 2."""
+
+    def words(*names: str) -> list[str]:
+        return " ".join([_read(os.path.join(group, name)) for name in names]).split()
+
+    if controller != "cpu":
+        memory = words("memory.limit_in_bytes" if controller else "memory.max")
+        # version 1 has no word for what is not limited, but a huge number
+        if memory and memory[0] != "max" and int(memory[0]) < 1 << 60:
+            return True
+        if controller:
+            return False
+    cpu = words("cpu.cfs_quota_us", "cpu.cfs_period_us") if controller else words("cpu.max")
+    return len(cpu) == 2 and cpu[0] not in ("max", "-1") and int(cpu[0]) < 2 * int(cpu[1])
+
+
+def _read(path: str) -> str:
+    """The text of a small file; none if it cannot be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        return os.fsdecode(os.read(fd, 1 << 16))
+    finally:
+        os.close(fd)

@@ -17,7 +17,7 @@ import mmap
 from array import array
 from contextlib import suppress
 
-from .ahead import ReadOnlyBuffer
+from .buffer import ReadOnlyBuffer
 from .dlopen import LoadablePath
 from .errors import (
     HardwareMismatchError,

@@ -2,7 +2,7 @@
 
 In: the artifact's path, options.  Out: :class:`Session` (artifact, facts, memory plan; then engine
 and scheduler).  Next file: ``cli.py``.  The order is fixed: structure of the file, host against
-``requires``, memory; only then code and weights (``ahead.py`` may ask the system for their pages).
+``requires``, memory; only then code and weights (whose pages ``ahead.py`` may touch before).
 """
 
 from __future__ import annotations

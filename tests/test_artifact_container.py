@@ -297,6 +297,7 @@ def test_runs_at_any_size(gib: int, tmp_path: Path) -> None:
         "__main__.py": main.encode(),
         "stub/__init__.py": b"",
         "stub/ahead.py": (stub / "ahead.py").read_bytes(),
+        "stub/buffer.py": (stub / "buffer.py").read_bytes(),
         "stub/container.py": (stub / "container.py").read_bytes(),
         "stub/layout.py": (stub / "layout.py").read_bytes(),
         "stub/errors.py": (stub / "errors.py").read_bytes(),

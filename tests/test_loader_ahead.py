@@ -18,8 +18,9 @@ import loader_fake
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zerolayer.runtime_stub import ahead, cli, layout
-from zerolayer.runtime_stub.ahead import Ahead, ReadOnlyBuffer
+from zerolayer.runtime_stub import ahead, cli, detect, layout
+from zerolayer.runtime_stub.ahead import Ahead
+from zerolayer.runtime_stub.buffer import ReadOnlyBuffer
 from zerolayer.runtime_stub.container import open_artifact
 from zerolayer.runtime_stub.errors import ZerolayerError
 from zerolayer.runtime_stub.session import Session
@@ -39,6 +40,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def as_on_a_big_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
     monkeypatch.setattr(ahead, "comfortable", lambda _nbytes: True)
+    monkeypatch.setattr(ahead, "unlimited", lambda: True)
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -104,7 +106,7 @@ def test_every_page_comes_and_the_mapping_is_the_file(artifact: Path) -> None:
 def test_pages_are_asked_for_in_huge_ones(artifact: Path, early: bool) -> None:
     """Linux shows the advice of a mapping: hg."""
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
-        return  # nothing that could be asked
+        pytest.skip("a kernel without huge pages has nothing that could be asked")
     begun_ahead = Ahead(str(artifact)) if early else None
     with open_artifact(str(artifact)) as opened:
         mapped, _ = opened.map_weights(begun_ahead)
@@ -261,6 +263,66 @@ def test_an_address_space_limit_is_left_to_the_run(artifact: Path) -> None:
         check=True, capture_output=True, text=True, preexec_fn=limited,
     )  # fmt: skip
     assert done.stdout.strip() == "True"
+
+
+V2 = {"proc/self/cgroup": "0::/pod/box\n", "sys/fs/cgroup/cgroup.controllers": "cpu memory\n",
+      "sys/fs/cgroup/cgroup.procs": "", "sys/fs/cgroup/pod/box/memory.max": "max\n",
+      "sys/fs/cgroup/pod/box/cpu.max": "max 100000\n"}  # fmt: skip
+UNIFIED = {"proc/self/cgroup": "1:name=systemd:/x\n0::/box\n",
+           "sys/fs/cgroup/unified/cgroup.controllers": "cpu memory\n",
+           "sys/fs/cgroup/unified/cgroup.procs": ""}  # fmt: skip
+V1 = {"proc/self/cgroup": "4:cpu,cpuacct:/docker/ab\n5:memory:/docker/ab\n0::/\n",
+      "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+      "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+      "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n"}  # fmt: skip
+V1_CPU = "sys/fs/cgroup/cpu,cpuacct"
+
+
+@pytest.mark.parametrize(
+    ("files", "unlimited"),
+    [
+        ({}, True),  # no cgroups
+        (V2, True),
+        ({**V2, "sys/fs/cgroup/pod/box/memory.max": "68719476736\n"}, False),
+        ({**V2, "sys/fs/cgroup/pod/memory.max": "68719476736\n"}, False),  # an ancestor's
+        ({**V2, "sys/fs/cgroup/memory.max": "68719476736\n"}, False),  # as a container sees its own
+        ({**V2, "sys/fs/cgroup/other/memory.max": "1\n"}, True),
+        ({**V2, "sys/fs/cgroup/pod/box/cpu.max": "100000 100000\n"}, False),
+        ({**V2, "sys/fs/cgroup/pod/cpu.max": "199999 100000\n"}, False),
+        ({**V2, "sys/fs/cgroup/pod/box/cpu.max": "200000 100000\n"}, True),
+        ({**V2, "proc/self/cgroup": "0::/../../pod\n",
+          "sys/fs/cgroup/pod/cpu.max": "100000 100000\n"}, False),  # a namespace's view upwards
+        (UNIFIED, True),
+        ({**UNIFIED, "sys/fs/cgroup/unified/box/memory.max": "1073741824\n"}, False),
+        (V1, True),
+        ({**V1, "sys/fs/cgroup/memory/memory.limit_in_bytes": "1073741824\n"}, False),
+        ({**V1, "sys/fs/cgroup/memory/docker/memory.limit_in_bytes": "1073741824\n"}, False),
+        ({**V1, f"{V1_CPU}/docker/ab/cpu.cfs_quota_us": "50000\n",
+          f"{V1_CPU}/docker/ab/cpu.cfs_period_us": "50000\n"}, False),
+        ({**V1, f"{V1_CPU}/cpu.cfs_quota_us": "250000\n"}, True),
+    ],
+)  # fmt: skip
+def test_a_cgroup_with_a_limit_is_left_to_the_run(
+    files: dict[str, str], unlimited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ``detect.py`` takes for a limit is one here."""
+    monkeypatch.undo()
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    root = str(tmp_path)
+    assert ahead.unlimited(root) is unlimited
+    quota = detect.cpu_quota(root)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert (detect.memory_facts(root)[2] is None and (quota is None or quota >= 2)) is unlimited
+
+
+def test_nothing_starts_under_a_limit(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither there nor where the files say what nobody can read."""
+    monkeypatch.setattr(ahead, "unlimited", lambda: False)
+    assert not begun(artifact)
+    monkeypatch.setattr(ahead, "unlimited", lambda: int("many") > 0)
+    assert not begun(artifact)
 
 
 def test_a_process_that_ends_meanwhile_ends_quietly(artifact: Path) -> None:

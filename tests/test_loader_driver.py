@@ -13,7 +13,7 @@ from typing import Any
 import loader_fake
 import pytest
 from zerolayer.runtime_stub import driver_cpu
-from zerolayer.runtime_stub.ahead import ReadOnlyBuffer
+from zerolayer.runtime_stub.buffer import ReadOnlyBuffer
 from zerolayer.runtime_stub.dlopen import LoadablePath
 from zerolayer.runtime_stub.driver_cpu import CodeObject, CpuEngine, Memory
 from zerolayer.runtime_stub.errors import (
