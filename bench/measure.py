@@ -212,10 +212,15 @@ def cached_share(path: Path) -> float:
 
 
 def commit() -> str:
-    """The commit that this is run from."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    """The commit that this is run from; ``-dirty`` where anything but the report's own pages was
+    changed since."""
+    git, pages = ["git", "-C", str(ROOT)], (":!docs", ":!README.md")
+    name = [*git, "describe", "--always"]
+    named = subprocess.run(name, check=False, capture_output=True, text=True)
+    status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", *pages]
+    changed = subprocess.run(status, check=False, capture_output=True, text=True)
+    found = named.stdout.strip()
+    return f"{found}{'-dirty' if changed.stdout else ''}" if found else "unknown"
 
 
 def today() -> str:
@@ -230,7 +235,9 @@ def measure(place: Place, suite: Suite, rounds: int, ceilings: Path) -> None:
         drop_cached(path)
     held = {}
     for first in there:
-        measured(place.first_command(first, suite), suite.threads)
+        outcome = measured(place.first_command(first, suite), suite.threads)
+        if "error" in outcome:
+            print(f"{suite.name} first {first.name}: {outcome['error']}", flush=True)
         held[first] = cached_share(place.model(first))
     when = {"commit": commit(), "date": today()}
     for index, system in runs(suite, rounds):

@@ -299,11 +299,15 @@ def write_readme(results: Results, verdicts: Sequence[Verdict], path: Path) -> N
     The least of all ratios is among them, whatever line it is of; below the table, how many lines
     met their goal.
     """
-    measured = [(v, v.ratio, v.peer[0].name) for v in verdicts if v.ratio is not None and v.peer]
+    measured = [
+        (v, v.ratio, f"{v.ours[0].label} | {v.peer[0].name}")
+        for v in verdicts
+        if v.ratio is not None and v.ours and v.peer
+    ]
     least = min((ratio for _, ratio, _ in measured), default=0.0)
     rows = [
-        f"| {v.line.work} | {ratio:.2f}x | {peer} |"
-        for v, ratio, peer in measured
+        f"| {v.line.work} | {ratio:.2f}x | {systems} |"
+        for v, ratio, systems in measured
         if v.line.work in README_LINES or ratio == least
     ]
     met, slower = sum(v.met is True for v, _, _ in measured), sum(r < 1 for _, r, _ in measured)
@@ -315,7 +319,9 @@ def write_readme(results: Results, verdicts: Sequence[Verdict], path: Path) -> N
     before, found, rest = path.read_text(encoding="utf-8").partition(RATIOS[0])
     _old, ended, after = rest.partition(RATIOS[1])
     if rows and found and ended:
-        table = "\n".join(["| work | ratio | best peer |", "|---|---|---|", *rows, "", tail])
+        table = "\n".join(
+            ["| work | ratio | ours | best peer |", "|---|---|---|---|", *rows, "", tail]
+        )
         path.write_text(f"{before}{RATIOS[0]}{table}\n{RATIOS[1]}{after}", encoding="utf-8")
 
 

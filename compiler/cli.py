@@ -29,6 +29,7 @@ from zerolayer.runtime_stub.errors import (
     UsageError,
     ZerolayerError,
 )
+from zerolayer.runtime_stub.layout import ARTIFACT_LINE, SHEBANG
 
 from . import cli_show
 from .progress import PlainProgress, Progress, RichProgress
@@ -221,6 +222,13 @@ def default_output(model: Path, target: str) -> Path:
     return Path("artifacts") / f"{name or 'model'}.{target}.zla"
 
 
+def is_replaceable(output: Path) -> bool:
+    """Whether a file may be written over: an artifact of any version, or empty."""
+    begin = SHEBANG + ARTIFACT_LINE
+    with output.open("rb") as file:
+        return file.read(len(begin)) in (b"", begin)
+
+
 def check_output(output: Path, model: Path, *, create_folder: bool) -> None:
     """Find out before the work, not after it, that the result cannot be written there."""
     where = str(output)
@@ -235,6 +243,12 @@ def check_output(output: Path, model: Path, *, create_folder: bool) -> None:
             raise UsageError("the output is not a regular file", where=where)
         if output.exists() and model.exists() and output.samefile(model):
             raise UsageError("the output is the model itself", where=where)
+        if output.exists() and not is_replaceable(output):
+            raise UsageError(
+                "the output exists and is not an artifact",
+                where=where,
+                next_step="choose another name: -o FILE, or delete it first",
+            )
         if create_folder:
             output.parent.mkdir(parents=True, exist_ok=True)
         if not output.parent.is_dir():

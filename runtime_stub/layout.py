@@ -24,7 +24,9 @@ SECTION_ALIGN = 65536  # the largest page size in use, so that a section can be 
 TENSOR_ALIGN = 64  # a cache line, and one vector of every supported instruction set
 
 SHEBANG = b"#!/usr/bin/env python3\n"
-_MAGIC = (b"# zerolayer artifact, format ", b", needs zerolayer ", b" or later\n")
+#: how the second line of every artifact begins, whatever its version
+ARTIFACT_LINE = b"# zerolayer artifact, format "
+_MAGIC = (ARTIFACT_LINE, b", needs zerolayer ", b" or later\n")
 
 # Limits: each has its reason in artifacts/README.md and a test that breaks it.
 MAX_MEMBERS = 4096

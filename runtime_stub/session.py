@@ -267,7 +267,8 @@ class Session:
             raise UsageError(
                 f"--max-context {asked} is more than the artifact's {longest}",
                 where=self.path,
-                next_step=f"use {longest} or less, or compile it again with a longer --max-context",
+                next_step=f"use {longest} or less; compiled with a longer --max-context, which "
+                "the model's own context bounds, it takes more",
             )
         return asked or longest
 

@@ -124,7 +124,7 @@ def test_the_readme_has_the_ratios_between_its_marks(
         line |= {"date": "2026-01-02", "commit": "abc123"}
     report.write_readme(measured, verdicts, readme)
     text = readme.read_text(encoding="utf-8")
-    assert "| decode, SmolLM2 Q4_1, same file, 2 threads | 4.00x | llama.cpp Q4_1 |" in text
+    assert "| decode, SmolLM2 Q4_1, same file, 2 threads | 4.00x | Q4_1 | llama.cpp Q4_1 |" in text
     known = {v.line.work: v.ratio for v in verdicts if v.ratio is not None}
     least = min(known.values())  # peak memory and prefill are as large as the peers'
     assert least == 1.0 and "| prefill, SmolLM2, 8-bit, 2 threads | 1.00x |" not in text
@@ -136,6 +136,15 @@ def test_the_readme_has_the_ratios_between_its_marks(
     assert set(report.README_LINES) <= {line.work for line in LINES}
     marks = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(mark in marks for mark in report.RATIOS)
+
+
+def test_the_page_on_performance_is_what_its_source_says(tmp_path: Path) -> None:
+    """bench/page.md with the measured parts of docs/performance.md: the report was run since."""
+    there = ROOT / "docs" / "performance.md"
+    page = tmp_path / "performance.md"
+    page.write_bytes(there.read_bytes())
+    report.write_report(results.Results([]), [], {}, {}, page, "")
+    assert page.read_text(encoding="utf-8") == there.read_text(encoding="utf-8")
 
 
 def test_the_readme_hides_no_loss(measured: results.Results, tmp_path: Path) -> None:

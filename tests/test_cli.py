@@ -116,6 +116,19 @@ def test_output_paths_that_cannot_be(tmp_path: Path, folder_of: str) -> None:
     outcome.one_error(outcome.code)
 
 
+def test_no_other_file_is_written_over(tmp_path: Path) -> None:
+    model, out = tmp_path / "m.gguf", tmp_path / "out.zla"
+    model.write_bytes(b"GGUF")
+    before = b"#!/usr/bin/env python3\n# somebody's script\n"
+    out.write_bytes(before)
+    outcome = zerolayer("compile", model, "--target", "zen4", "-o", out)
+    outcome.one_error(errors.EXIT_USAGE, str(out), "not an artifact", "-o")
+    assert out.read_bytes() == before
+    for replaceable in (b"", b"#!/usr/bin/env python3\n# zerolayer artifact, format 7.0, needs"):
+        out.write_bytes(replaceable)
+        cli.check_output(out, model, create_folder=False)
+
+
 def test_a_folder_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid() == 0:  # root may write anywhere: ask as somebody who may not
         monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)

@@ -101,8 +101,14 @@ def test_quantize_of_extremes(kernels: Kernels) -> None:
     kernels.call("quantize", 6, [x, q, s, u], [32])
     assert (q[0] == 0).all() and s[0, 0] == 0 and (u[0] == 0).all()
     assert q[1, 5] == -127 and (np.delete(q[1], 5) == 0).all()
-    assert np.isinf(s[4, 0]) and np.isnan(s[5, 0])
+    assert np.isinf(s[4, 0]) and np.isnan(s[5, 0]) and (q[4:] == 0).all()
     assert (np.abs(q.astype(int)) <= 127).all()
+    wide = np.ones((1, 256), np.float32)  # eight blocks at once
+    wide[0, 40], wide[0, 255], wide[0, 96] = np.nan, -np.inf, 3e38
+    q, s, u = np.zeros((8, 32), np.int8), np.zeros(8, np.float32), np.zeros((8, 2), np.float32)
+    kernels.call("quantize", 1, [wide, q, s, u], [256])
+    assert np.isnan(s[1]) and np.isinf(s[7]) and (q[[1, 7]] == 0).all()
+    assert (q[[0, 2, 4, 5, 6]] == 127).all() and q[3, 0] == 127 and (q[3, 1:] == 0).all()
 
 
 def rope_reference(x: Any, cos: Any, sin: Any, rd: int, interleaved: bool) -> Any:

@@ -139,7 +139,7 @@ ZL_KERNEL v16i zl_to_int(v16f x) {
 #endif
 }
 
-/* lanes within the range of int32, rounded half to even */
+/* rounded half to even; NaN and what is out of range -> INT32_MIN, whose lowest byte zl_quantize.h keeps: 0 */
 ZL_KERNEL v16i zl_round_to_int(v16f x) {
 #if ZL_AVX512
   return (v16i)_mm512_cvt_roundps_epi32((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
