@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 STRIDE = 64 << 10
 #: two places at once keep a disk busier; four gain nothing when everything is in the page cache
 THREADS = 2
+#: two frames of Python and two of C; 8 MiB each would count against a limit of data
+STACK_BYTES = 256 << 10
+#: a limit of processes below which two threads more may be too many
+FEW_PROCESSES = 1024
 #: fewer bytes of weights are not worth it
 LEAST_BYTES = 32 << 20
 #: as in ``layout.py``, which takes longer to compile than this to start
@@ -44,7 +48,7 @@ class Ahead:
         self._mapped: Optional[mmap.mmap] = None
         self._file: tuple[int, ...] = ()
         self._left: list[ctypes.c_size_t] = []
-        with suppress(OSError, ValueError, OverflowError, AttributeError, ImportError):
+        with suppress(Exception):  # whatever it is, a start without this says it in words
             self._map(path)
             self._start()
 
@@ -73,13 +77,20 @@ class Ahead:
         libc.lfind.argtypes = [ctypes.c_char_p, pointer, ctypes.POINTER(size_t), size_t, pointer]
         compare = ctypes.cast(libc.strcmp, pointer)
         pages = len(self._mapped) // STRIDE
+        usual = _thread.stack_size(STACK_BYTES)
+        try:
+            self._start_threads(libc.lfind, compare, pages)
+        finally:
+            _thread.stack_size(usual)
+
+    def _start_threads(self, search: Any, compare: Any, pages: int) -> None:
         for i in range(THREADS):
             first, end = pages * i // THREADS, pages * (i + 1) // THREADS
-            self._left.append(size_t(end - first))
+            self._left.append(ctypes.c_size_t(end - first))
             export = ReadOnlyBuffer(self._mapped)
             place = (_KEY, export.address + first * STRIDE, self._left[i], STRIDE, compare)
             try:
-                _thread.start_new_thread(_touch, (libc.lfind, place, export))
+                _thread.start_new_thread(_touch, (search, place, export))
             except RuntimeError:  # no more threads
                 export.close()
 
@@ -148,8 +159,12 @@ def comfortable(nbytes: int) -> bool:
     """Whether pages for ``nbytes`` push nothing out, and a mapping takes nothing from a limit."""
     import resource
 
-    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        return False
+    for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        if resource.getrlimit(limit)[0] != resource.RLIM_INFINITY:
+            return False
+    processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if processes != resource.RLIM_INFINITY and processes < FEW_PROCESSES:
+        return False  # the engine's threads shall have them
     with open("/proc/meminfo", "rb") as f:
         for line in f:
             if line.startswith(b"MemAvailable:"):

@@ -381,6 +381,7 @@ def _defines(program: Program, module: _Module, shared: Injector) -> list[tuple[
         ("ZL_HIDDEN", "elements of the residual stream", program.hidden_size),
         ("ZL_LAYERS", "layers", program.n_layers),
         ("ZL_SCRATCH_BYTES", "scratch of one thread", module.scratch),
+        ("ZL_MAX_HEAD_DIM", "largest head, padded to 16", _largest_head(program)),
     ]
     for name, _, value in plan:
         shared.constant(name, value, "plan")
@@ -393,6 +394,16 @@ def _defines(program: Program, module: _Module, shared: Injector) -> list[tuple[
         ("ZL_AHEAD_BYTES", str(ahead), "l2_bytes // 8"),
         ("ZL_PREFETCH_BYTES", str(prefetch), _PREFETCH_BYTES),
     ]
+
+
+def _largest_head(program: Program) -> int:
+    """What arrays on a thread's stack are sized by, at least 16."""
+    dims = [
+        int(dict(call.constants).get("head_dim") or 0)
+        for entry in program.entry_points
+        for call in entry.calls
+    ]
+    return -(-max([16, *dims]) // 16) * 16
 
 
 def _c_string(text: str) -> str:

@@ -104,7 +104,7 @@ def _heads(constants: Mapping[str, Constant]) -> str | None:
 
 def _head_dim(constants: Mapping[str, Constant]) -> str | None:
     value = constants.get("head_dim")
-    if isinstance(value, int) and value > 512:  # ZL_MAX_HEAD_DIM in zl_attention.h
+    if isinstance(value, int) and value > 512:  # more would not fit the stacks of threads
         return f"head_dim = {value} is larger than 512"
     return None
 

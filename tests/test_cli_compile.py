@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from cli_run import zerolayer
 from zerolayer.runtime_stub import detect, errors
+from zerolayer.runtime_stub.layout import ARTIFACT_LINE, SHEBANG
 
 
 def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
@@ -215,11 +216,12 @@ def test_what_is_no_model(path: str, content: bytes | str | None, tmp_path: Path
     elif isinstance(content, bytes):
         (tmp_path / path).write_bytes(content)
     out = tmp_path / "out.zla"
-    out.write_bytes(b"what was there before")
+    before = SHEBANG + ARTIFACT_LINE + b"0.9: what was there before"
+    out.write_bytes(before)
     done = zerolayer("compile", tmp_path / path, "--target", "x86-64-v3", "-o", out)
     assert done.code in {errors.EXIT_INPUT, errors.EXIT_UNSUPPORTED}, done
     done.one_error(done.code, path)
-    assert out.read_bytes() == b"what was there before"
+    assert out.read_bytes() == before
     assert {p.name for p in tmp_path.iterdir()} <= {path, "out.zla"}
 
 

@@ -105,9 +105,9 @@ def test_quantize_of_extremes(kernels: Kernels) -> None:
     assert (np.abs(q.astype(int)) <= 127).all()
     wide = np.ones((1, 256), np.float32)  # eight blocks at once
     wide[0, 40], wide[0, 255], wide[0, 96] = np.nan, -np.inf, 3e38
-    q, s, u = np.zeros((8, 32), np.int8), np.zeros(8, np.float32), np.zeros((8, 2), np.float32)
+    q, s, u = np.zeros((8, 32), np.int8), np.zeros((8, 1), np.float32), np.zeros((8, 2), np.float32)
     kernels.call("quantize", 1, [wide, q, s, u], [256])
-    assert np.isnan(s[1]) and np.isinf(s[7]) and (q[[1, 7]] == 0).all()
+    assert np.isnan(s[1, 0]) and np.isinf(s[7, 0]) and (q[[1, 7]] == 0).all()
     assert (q[[0, 2, 4, 5, 6]] == 127).all() and q[3, 0] == 127 and (q[3, 1:] == 0).all()
 
 

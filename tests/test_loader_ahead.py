@@ -246,17 +246,20 @@ def test_little_memory_keeps_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> N
     assert not ahead.comfortable(available)
 
 
-def test_an_address_space_limit_is_left_to_the_run(artifact: Path) -> None:
-    """The memory plan counts the weights against what is left of it: they may not be there yet."""
+@pytest.mark.parametrize(
+    ("limit", "value"),
+    [(resource.RLIMIT_AS, 8 << 30), (resource.RLIMIT_DATA, 1 << 30), (resource.RLIMIT_NPROC, 500)],
+)
+def test_limits_are_left_to_the_run(artifact: Path, limit: int, value: int) -> None:
+    """The memory plan counts the weights against what is left of it, the engine needs threads."""
     program = (
         "import sys\n"
         "from zerolayer.runtime_stub.ahead import Ahead\n"
         "print(Ahead(sys.argv[1])._mapped is None)"
     )
-    limit = 8 << 30
 
     def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(limit, (value, value))
 
     done = subprocess.run(
         [sys.executable, "-c", program, str(artifact)],

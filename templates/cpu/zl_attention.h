@@ -21,7 +21,9 @@
 #define ZL_SPAN 1024  /* positions between restarts of the running softmax */
 #define ZL_QUERIES 64 /* most queries of a tile */
 #define ZL_FETCH_QUERIES 8 /* a tile of so many at most asks for the next chunk */
+#ifndef ZL_MAX_HEAD_DIM
 #define ZL_MAX_HEAD_DIM 512
+#endif
 
 ZL_KERNEL int64_t zl_kv_bytes(int kv_dtype) { return kv_dtype == ZL_KV_F32 ? 4 : 2; }
 
