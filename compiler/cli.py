@@ -46,6 +46,7 @@ from .system_config import (
 EXIT_INTERNAL = 1
 
 Activations = Literal["int8", "bf16", "f32"]
+ScreenHead = Literal["auto", "on", "off"]
 
 app = typer.Typer(
     name="zerolayer",
@@ -316,6 +317,13 @@ def compile_command(
     fusion: Annotated[
         Fusion | None, typer.Option(help="Fusion level; default: the target's choice.")
     ] = None,
+    screen_head: Annotated[
+        ScreenHead | None,
+        typer.Option(
+            help="Greedy steps read an int8 copy of a float output projection first; default: auto,"
+            " where the target gains by it."
+        ),
+    ] = None,
     max_context: Annotated[
         int | None,
         typer.Option(
@@ -371,7 +379,12 @@ def compile_command(
         check_dump(dump)
 
     decisions = [_resolved(d, chosen.model, facts.name) for d in chosen.decisions]
-    for name, value in (("activations", activations), ("max_context", max_context)):
+    asked = (
+        ("activations", activations),
+        ("screen_head", screen_head),
+        ("max_context", max_context),
+    )
+    for name, value in asked:
         if value is not None:
             decisions.append(Decision(name, str(value), COMMAND_LINE))
     from .driver import CompileRequest, compile_model
@@ -383,6 +396,7 @@ def compile_command(
         quantize=chosen.quantize,
         activations=activations,
         fusion=chosen.fusion,
+        screen_head=screen_head,
         max_context=max_context,
         dims=dims,
         strict=strict,

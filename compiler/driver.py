@@ -47,6 +47,8 @@ from .memory.plan import memory_need, plan
 from .numerics.verify import GateInputs, Verified, cannot_run, verify_weights
 from .pack import weight_entries
 from .passes import PASSES, PassOptions, run_passes
+from .passes.options import Head
+from .passes.screen import COPY, why_not
 from .progress import Progress, Stage
 from .report import CompileResult, Predictions, Warnings
 
@@ -65,6 +67,7 @@ class CompileRequest:
     quantize: str = "keep"
     activations: str | None = None
     fusion: str | None = None
+    screen_head: str | None = None
     max_context: int | None = None
     dims: Mapping[str, int] | Sequence[tuple[str, int]] = ()
     strict: bool = False
@@ -81,6 +84,7 @@ class _Choices:
     quantize: str
     activations: str
     fusion: str
+    screen_head: str
     kv_dtype: str
     max_context: int
     dims: tuple[tuple[str, int], ...]
@@ -91,6 +95,7 @@ class _Choices:
             "quantize": self.quantize,
             "activations": self.activations,
             "fusion": self.fusion,
+            "screen_head": self.screen_head,
             "kv_dtype": self.kv_dtype,
             "max_context": self.max_context,
             **{f"dim.{name}": bound for name, bound in self.dims},
@@ -118,6 +123,8 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
             f"quantize {choices.quantize} changes nothing: no weight of the file has more bits"
         )
     _warn_not_quantized(graph, choices.quantize, warnings)
+    if choices.screen_head == "on" and not _is_screened(graph):
+        warnings.add(f"screen-head on changes nothing: {why_not(graph) or NO_SCREEN_KERNEL}")
     with progress.stage("lower"):
         program = _program(request, choices, model, graph)
         need = memory_need(program)
@@ -274,10 +281,17 @@ def _choose(request: CompileRequest, model: LoadedModel) -> _Choices:
             raise UsageError(
                 "--max-context is for language models", next_step="use --dim NAME=N for graphs"
             )
+        if request.screen_head == "on":
+            raise UnsupportedError(
+                "--screen-head on is for language models",
+                where=model.name,
+                next_step="leave it out",
+            )
     return _Choices(
         quantize=request.quantize,
         activations=activations,
         fusion=request.fusion or target.choice("fusion"),
+        screen_head=(request.screen_head or "auto") if model.config is not None else "off",
         # float32 activations promise the reference's tokens, so their cache is float32 too
         kv_dtype="f32" if activations == "f32" else target.choice("kv_dtype"),
         max_context=request.max_context or 0,
@@ -303,6 +317,8 @@ def _defaults(request: CompileRequest, choices: _Choices, model: LoadedModel) ->
     if config is not None:
         source = "as float32 activations need it" if floats else target
         found.append(("kv_dtype", choices.kv_dtype, source))
+        if request.screen_head is None:
+            found.append(("screen_head", choices.screen_head, "default"))
         if request.max_context is None:
             found.append(("max_context", config.max_context, "the model's"))
     return [f"{name} = {value} ({source})" for name, value, source in found]
@@ -321,6 +337,15 @@ def _passes(
             return e.what
         return None
 
+    def screen(head: Head) -> bool:
+        if choices.screen_head != "auto":
+            return choices.screen_head == "on"
+        packed = families.family(target.family).packed_bytes
+        floats = packed("rows16", head.format, head.rows, head.columns)
+        copy = packed("rows16", COPY, head.rows, head.columns)
+        flops = 2 * head.rows * head.columns
+        return roofline.screening_saves(target, floats, copy, flops, head.activations) > 0
+
     options = PassOptions(
         quantize=choices.quantize,  # type: ignore[arg-type]
         activations=choices.activations,  # type: ignore[arg-type]
@@ -328,6 +353,7 @@ def _passes(
         block_size=target.default("kv_block_size"),
         kv_dtype=choices.kv_dtype,
         supports=supports,
+        screen=screen,
     )
     with progress.stage("passes", total=len(PASSES)) as stage:
         return run_passes(
@@ -372,6 +398,14 @@ def _requantized(graph: ir.Model) -> bool:
     return any("quantized to" in v.metadata_props.get("transform", "") for v in values)
 
 
+NO_SCREEN_KERNEL = "the target has no kernel for it"
+
+
+def _is_screened(graph: ir.Model) -> bool:
+    """Whether greedy steps look at a copy of the output projection first."""
+    return any(n.op_type.startswith("HeadBounds") for n in graph.graph)
+
+
 def _program(
     request: CompileRequest, choices: _Choices, model: LoadedModel, graph: ir.Model
 ) -> Program:
@@ -392,7 +426,9 @@ def _predictions(program: Program, target: Target) -> Predictions:
     step = program.kv is not None
     decode = roofline.predict(program, target)
     prefill = roofline.predict(program, target, tokens=program.bound("T")) if step else None
-    return Predictions(decode, prefill)
+    screened = any(c.op == "HeadBounds" for e in program.entry_points for c in e.calls)
+    sampled = roofline.predict(program, target, greedy=False) if screened else None
+    return Predictions(decode, prefill, sampled)
 
 
 def _quantization(

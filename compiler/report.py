@@ -24,16 +24,20 @@ from .numerics.verify import Verified
 
 @dataclass(frozen=True)
 class Predictions:
-    """The roofline of one decode step, and of a prefill step where the model has one."""
+    """The roofline of one decode step, of a prefill step where the model has one, and of a decode
+    step that is sampled where that reads other weights than a greedy one."""
 
     decode: Prediction
     prefill: Prediction | None
+    sampled: Prediction | None = None
 
     def as_dict(self, calls: bool = False) -> dict[str, object]:
         """The manifest's form: the decode step's figures, with ``prefill`` beside them."""
         out = self.decode.as_dict(calls)
         if self.prefill is not None:
             out["prefill"] = self.prefill.as_dict()
+        if self.sampled is not None:
+            out["sampled"] = self.sampled.as_dict()
         return out
 
 
@@ -95,13 +99,19 @@ class CompileResult:
             ),
             ("memory", self._memory()),
         ]
+        copies = [c.weight_bytes for e in self.program.entry_points for c in e.calls
+                  if c.op == "HeadBounds"]  # fmt: skip
+        if copies:
+            text = f"screened: a greedy step reads {mib(copies[0])} of int8 before its floats"
+            rows.append(("head", text))
         rows.append(("predicted", self._predicted()))
         rows.append(("numerics", self._numerics()))
         for label, lines in (("settings", self.decisions), ("warnings", self.warnings)):
             rows += [(label if i == 0 else "", line) for i, line in enumerate(lines)]
         rows.append(("time", ", ".join(f"{name} {s:.1f} s" for name, s in self.timings)))
         if need.contexts:
-            rows.insert(7, ("context", contexts_text(need.contexts)))
+            after = next(i for i, row in enumerate(rows) if row[0] == "memory")
+            rows.insert(after + 1, ("context", contexts_text(need.contexts)))
         return rows
 
     def _formats(self) -> str:

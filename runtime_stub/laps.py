@@ -15,7 +15,7 @@ from .errors import UnsupportedError, ZerolayerError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Any
+    from typing import Any, Optional
 
     from .driver_cpu import CpuEngine
     from .step import StepBatch
@@ -51,17 +51,25 @@ class Step:
     """One traced step: the laps of each thread; ``begin`` and ``end`` as the loader saw them.
 
     ``sequences`` are (first position, tokens) of each sequence, empty for a graph's run.
+    ``exact_groups``: groups of 16 logits that were computed from the floats, None where the code
+    does not say.
     """
 
-    __slots__ = ("begin", "end", "sequences", "threads")
+    __slots__ = ("begin", "end", "exact_groups", "sequences", "threads")
 
     def __init__(
-        self, begin: int, end: int, threads: list[list[Lap]], sequences: list[tuple[int, int]]
+        self,
+        begin: int,
+        end: int,
+        threads: list[list[Lap]],
+        sequences: list[tuple[int, int]],
+        exact_groups: Optional[int] = None,
     ) -> None:
         self.begin = begin
         self.end = end
         self.threads = threads
         self.sequences = sequences
+        self.exact_groups = exact_groups
 
     @property
     def tokens(self) -> int:
@@ -157,4 +165,11 @@ class Recorder:
                     for c in self._laps[first : first + count]
                 ]
             )
-        return Step(begin, end, threads, sequences)
+        return Step(begin, end, threads, sequences, self._exact_groups())
+
+    def _exact_groups(self) -> Optional[int]:
+        found: Any = getattr(self.engine.code.lib, "zl_exact_groups", None)  # later than zl_trace
+        if found is None:
+            return None
+        found.argtypes, found.restype = [ctypes.c_void_p], ctypes.c_int64
+        return int(found(self.engine.handle))

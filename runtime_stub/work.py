@@ -5,7 +5,8 @@ In: the manifest, a traced :class:`Step`.  Out: :class:`Work` for each call.  Ne
 
 As in the compiler's roofline: weights are read once per call, keys and values once per sequence,
 attention computes with every position that a token sees.  Activations are counted apart, because
-they stay in the caches.
+they stay in the caches.  Of a screened output projection (``HeadBounds``, ``ScreenedLinear``) a
+step has read the copy and what it computed from the floats, or the floats alone.
 """
 
 from __future__ import annotations
@@ -76,6 +77,16 @@ def _seen(sequences: list[tuple[int, int]], window: int) -> tuple[int, int]:
     return attended, read
 
 
+def _screened(call: dict[str, Any], step: Step, rows: int) -> float:
+    """The share of a call's weights and operations that the step had: 1 for most calls."""
+    op, outputs = call.get("op"), (call.get("constants") or {}).get("N")
+    if op == "HeadBounds":
+        return 1.0 if rows else 0.0
+    if op == "ScreenedLinear" and step.exact_groups is not None and isinstance(outputs, int):
+        return min(1.0, 16 * step.exact_groups / max(outputs, 1))
+    return 1.0
+
+
 def work_of(
     manifest: dict[str, Any], calls: list[dict[str, Any]], step: Step, rows: dict[int, int]
 ) -> list[Work]:
@@ -89,8 +100,9 @@ def work_of(
     out = []
     for number, call in enumerate(calls):
         n = rows.get(number, 0)
-        flops = call.get("flops_per_row", 0) * n
-        moved: float = call.get("weight_bytes", 0)
+        share = _screened(call, step, n)
+        flops = call.get("flops_per_row", 0) * n * share
+        moved: float = call.get("weight_bytes", 0) * share
         activations = call.get("activation_bytes_per_row", 0) * n
         if str(call.get("op")).startswith("PagedAttention"):
             window = (call.get("constants") or {}).get("window")

@@ -39,7 +39,7 @@ from zerolayer.runtime_stub.errors import UnsupportedError
 
 from . import cpu_layouts, formats
 from .cpu_compile import compile_shared_object, cpu_flag, tool_versions
-from .cpu_rows import C_NAMES, ROWS, pair_bytes, scratch_bytes
+from .cpu_rows import C_NAMES, ROWS, SCREEN_ROWS, pair_bytes, scratch_bytes
 from .facts import Target
 from .families import Binaries, Cache, Family
 from .injection import NOTE_SECTION, NOTE_TYPE, Injection, Injector
@@ -180,6 +180,15 @@ class _Module:
             first += len(operands)
         return out
 
+    def screen(self) -> dict[str, int] | None:
+        """The call that bounds the logits, its rows' symbol and its result's operand; None without
+        one."""
+        for i, call in enumerate(self.entry.calls):
+            if _BY_ID[call.row].op == "HeadBounds":
+                symbol = self.symbol(call.rows)
+                return {"call": i, "symbol": symbol, "bounds": self.operand(call.outputs[0])}
+        return None
+
     def regions(self) -> list[dict[str, int]]:
         """The matrices in the order of use, with how their call deals them out to the threads:
         ``zl_region`` in zl_ahead.h.  ``phase`` counts as :meth:`phases` does."""
@@ -223,7 +232,7 @@ class _Module:
 #: kernels whose time for few rows is that of reading their matrices
 _STREAMING = frozenset(
     {
-        "ActLinear", "GatedLinear", "GatedLinearQuantizeInt8", "Linear", "LinearAdd",
+        "ActLinear", "GatedLinear", "GatedLinearQuantizeInt8", "HeadBounds", "Linear", "LinearAdd",
         "QkvRopeCache",
     }
 )  # fmt: skip
@@ -276,6 +285,10 @@ def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Co
         step = 16 if row.id.endswith(".amx") else 8  # ZL_TILE_STEP
         injector.derive("tile_tokens", _TILE_TOKENS.format(step=step))
         return tile_bytes
+    if row.op == "HeadBounds":
+        injector.derive("prefetch_bytes", _PREFETCH_BYTES)
+        injector.constant("screen_rows", SCREEN_ROWS, "zl_task.h")
+        return 0
     if row.function.endswith("_bf16"):  # zl_bf16_tokens
         tile_bytes = _tile_bytes(injector)
         injector.constant("pair_bytes", pair_bytes(row), "requires.features")
@@ -336,6 +349,7 @@ def render(program: Program, target: Target) -> tuple[str, Injection]:
         step=step,
         step_symbols=_STEP_SYMBOLS,
         n_taps=len(program.taps),
+        screen=module.screen(),
         persistent=program.fusion == "aggressive",
         inputs=list(entry.inputs),
         n_outputs=len(entry.outputs),

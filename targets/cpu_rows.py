@@ -139,8 +139,9 @@ _QKV = (
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A row before it is repeated per level; ``floats`` is the form for f32 and bf16
-    activations."""
+    """A row before it is repeated per level; ``floats`` is the form for f32 and bf16 activations.
+    ``kinds``: what the operator's name calls its activations, where the kernel makes int8 of them.
+    """
 
     op: str
     header: str
@@ -150,6 +151,7 @@ class _Kernel:
     bundle: str = ""  # "int8", "bf16", "floats" or "" (no activation kind)
     formats: frozenset[str] = FORMATS
     constraint: Check = _ANY
+    kinds: frozenset[str] = frozenset()
 
 
 def _linear_kernels() -> list[_Kernel]:
@@ -175,6 +177,14 @@ def _linear_kernels() -> list[_Kernel]:
             _Kernel(op, "zl_linear_float.h", f"zl_{name}_float",
                     (*constants, "format", "activation_kind"), weights, "floats", FORMATS, check)
         )  # fmt: skip
+    out += [
+        _Kernel("HeadBounds", "zl_screen.h", "zl_head_bounds", ("N", "K", "activation_kind"), 1,
+                "int8", frozenset({"Q8_0"}), _short_rows, frozenset({"f32", "bf16"})),
+        _Kernel("ScreenedLinear", "zl_screen.h", "zl_screened_linear_bf16", ("N", "K"), 1, "bf16",
+                BF16),
+        _Kernel("ScreenedLinear", "zl_screen.h", "zl_screened_linear_float",
+                ("N", "K", "format", "activation_kind"), 1, "floats", PLAIN),
+    ]  # fmt: skip
     check = _all(_PAGED, _multiple("head_dim", 16))
     out.append(
         _Kernel(
@@ -274,7 +284,8 @@ def _no_bf16_cache(constants: Mapping[str, Constant]) -> str | None:
 def _rows() -> tuple[KernelRow, ...]:
     caching = [k for k in _KERNELS if "kv_dtype" in k.constants]
     products = [k for k in _KERNELS if k.bundle == "bf16"]
-    out = [_row(k, *AMX_LEVEL, k.constraint) for k in _KERNELS if k.bundle == "int8"]
+    tiled = [k for k in _KERNELS if k.bundle == "int8" and not k.kinds]
+    out = [_row(k, *AMX_LEVEL, k.constraint) for k in tiled]
     out += [_row(k, *BF16_PRODUCTS, k.constraint) for k in products]
     over_cache = [k for k in caching if k not in products]
     out += [_row(k, *BF16_LEVEL, _all(k.constraint, _bf16_cache)) for k in over_cache]
@@ -286,7 +297,7 @@ def _rows() -> tuple[KernelRow, ...]:
 
 
 def _row(k: _Kernel, suffix: str, features: frozenset[str], constraint: Check) -> KernelRow:
-    kinds = {"floats": {"f32", "bf16"}, "": set[str]()}.get(k.bundle, {k.bundle})
+    kinds = k.kinds or {"floats": {"f32", "bf16"}, "": set[str]()}.get(k.bundle, {k.bundle})
     return KernelRow(
         id=".".join(x for x in (k.op, k.bundle, suffix) if x),
         op=k.op,
@@ -304,6 +315,9 @@ def _row(k: _Kernel, suffix: str, features: frozenset[str], constraint: Check) -
 
 ROWS: tuple[KernelRow, ...] = _rows()
 
+#: the most logit rows of a step that is screened: ZL_SCREEN_ROWS in zl_task.h
+SCREEN_ROWS = 8
+
 
 def pair_bytes(row: KernelRow) -> int:
     """Bytes of two activations of a bf16 kernel: zl_pair in zl_simd.h."""
@@ -313,15 +327,17 @@ def pair_bytes(row: KernelRow) -> int:
 def scratch_bytes(row: KernelRow, constants: Mapping[str, Constant], tile_bytes: int) -> int:
     """Bytes of per-thread scratch that a call of ``row`` needs; a multiple of 64.
 
-    Only the kernels that round or pad their activations need any: a tile of token rows.
+    Only the kernels that round, pad or quantize their activations need any: a tile of token rows.
     """
     kind = row.function.rsplit("_", 1)[-1]
-    if kind not in ("float", "bf16") or not row.weight_layout:
+    if kind not in ("float", "bf16", "bounds") or not row.weight_layout:
         return 0
     k = constants["K"]
     if not isinstance(k, int):
         raise TypeError(f"K = {k!r} of {row.id} is not an integer")
     padded = -(-k // 32) * 32
+    if kind == "bounds":  # zl_screen_scratch in zl_screen.h: a bundle of 8 rows, and a word a block
+        return -(-SCREEN_ROWS * (padded // 32) * 48 // 64) * 64
     if kind == "bf16":  # zl_pair_stride and zl_bf16_tokens in zl_linear_bf16.h
         pair = pair_bytes(row)
         tokens = max(32, min(256, tile_bytes // ((k + 1) // 2 * pair) // 8 * 8))

@@ -15,6 +15,7 @@ import pytest
 import test_cpu_kernels_bf16 as bf16
 import test_cpu_kernels_layers as layers
 import test_cpu_kernels_linear as linear
+import test_cpu_kernels_screen as screen
 from cpu_harness import INSTANCES, Kernels, has, library
 
 
@@ -54,6 +55,8 @@ def main(level: str) -> None:
         linear.test_fused_forms,
         bf16.test_linear,
         bf16.test_fused_forms,
+        screen.test_the_choice_is_that_of_all_logits,
+        screen.test_numbers_that_are_none,
         layers.test_embed,
         layers.test_norms_and_quantize,
         layers.test_norms_of_widths_that_are_not_vectors,
@@ -71,6 +74,9 @@ def main(level: str) -> None:
     for test in tests:
         for case in cases(test):
             name = WANTED.get(test.__name__, "").format(**{"form": "", **case})
+            if "exact" in case:
+                form, fmt, _kind = case["exact"]
+                name = "screened_bf16" if form == "bf16" else f"screened_float_{fmt}"
             if name and name in INSTANCES and not has(level, name):
                 continue
             print(test.__name__, case, flush=True)

@@ -1,11 +1,11 @@
 /* What the test library exports besides the kernels; cpu_harness.py includes it after the kernel headers. */
 typedef struct job { zl_task base; int64_t rows; void *const *p; const int64_t *i; const double *d; char *scratch; } job;
-typedef struct state { int32_t n_threads, n_seqs, max_blocks; const int32_t *token_seq, *positions, *seq_starts, *block_table; } state;
+typedef struct state { int32_t n_threads, n_seqs, max_blocks; const int32_t *token_seq, *positions, *seq_starts, *block_table; int32_t screened; } state;
 static int call(zl_team_fn fn, const state *s, int64_t rows, void *const *p, const int64_t *i, const double *d) {
   zl_team *team = NULL;
   int32_t status = zl_team_create(s->n_threads, NULL, 0, &team);
   if (status) return status;
-  job j = {{0, s->n_threads, s->n_seqs, s->max_blocks, s->token_seq, s->positions, s->seq_starts, s->block_table, NULL, team, 0}, rows, p, i, d, NULL};
+  job j = {{0, s->n_threads, s->n_seqs, s->max_blocks, s->token_seq, s->positions, s->seq_starts, s->block_table, NULL, team, s->screened, 0}, rows, p, i, d, NULL};
   j.scratch = aligned_alloc(64, (size_t)ZL_SCRATCH_BYTES * (size_t)s->n_threads);
   if (!j.scratch) return 5;
   zl_team_run(team, fn, &j);

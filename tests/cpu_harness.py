@@ -169,6 +169,18 @@ def _instances() -> list[Instance]:
         Instance(
             "qkv_bf16", "zl_qkv.h", "zl_qkv_rope_cache_bf16", 19, (*("i",) * 6, "d", "i", "i")
         ),
+        Instance("head_bounds", "zl_screen.h", "zl_head_bounds", 4, ("i", "i", "i")),
+        Instance("screened_bf16", "zl_screen.h", "zl_screened_linear_bf16", 4, ("i", "i")),
+        *(
+            Instance(
+                f"screened_float_{f}",
+                "zl_screen.h",
+                "zl_screened_linear_float",
+                4,
+                ("i", "i", f"ZL_FMT_{f}", "i"),
+            )
+            for f in PLAIN
+        ),
         Instance("quantize", "zl_norm.h", "zl_quantize_int8", 4, ("i",)),
         Instance("rms_norm", "zl_norm.h", "zl_rms_norm", 3, ("i", "d")),
         Instance("layer_norm", "zl_norm.h", "zl_layer_norm", 4, ("i", "d")),
@@ -234,7 +246,7 @@ def has(level: str, name: str) -> bool:
     if name.startswith(FUSED_FORMS) and level != "zen4":
         return False
     if level == "ubsan":
-        if name.startswith(("linear_int8", "linear_float", "embed")):
+        if name.startswith(("linear_int8", "linear_float", "screened_float", "embed")):
             return name.endswith(("Q4_1", "Q6_K", "BF16"))
         return name not in {"qkv_int8_mixed", "qkv_float"}
     return True
@@ -336,17 +348,19 @@ class _State(ctypes.Structure):
         ("positions", ctypes.c_void_p),
         ("seq_starts", ctypes.c_void_p),
         ("block_table", ctypes.c_void_p),
+        ("screened", ctypes.c_int32),
     )
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The state of a step; int32 arrays."""
+    """The state of a step; int32 arrays.  ``screened``: only the largest logits are asked for."""
 
     token_seq: Any = None
     positions: Any = None
     seq_starts: Any = None
     block_table: Any = None
+    screened: bool = False
 
 
 @dataclass
@@ -400,6 +414,7 @@ class Kernels:
             address(b.positions),
             address(b.seq_starts),
             address(b.block_table),
+            b.screened,
         )
         i = (ctypes.c_int64 * (len(ints) + 1))(*[int(x) for x in ints])
         d = (ctypes.c_double * (len(doubles) + 1))(*doubles)

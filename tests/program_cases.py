@@ -9,6 +9,7 @@ import mmap
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from zerolayer.compiler.frontends.config import Layer, ModelConfig, Rope
@@ -36,11 +37,15 @@ TINY = ModelConfig(
     layers=(Layer(), Layer(window=24)),
     ropes=(Rope(tuple(10000.0 ** (-i / 8) for i in range(8))),),
 )
+_PLAIN_TYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 LIMITS = {"kv_block_size": 16, "max_tokens": 48, "max_seqs": 4, "max_logit_rows": 8}
 
 
-def tiny_decoder(config: ModelConfig = TINY, format: str = "Q4_1", seed: int = 1) -> ir.Model:
-    """Random weights; matrices in ``format``, vectors and the embedding in float32."""
+def tiny_decoder(
+    config: ModelConfig = TINY, format: str = "Q4_1", seed: int = 1, head: str = ""
+) -> ir.Model:
+    """Random weights; matrices in ``format``, the output projection in ``head`` where one is given,
+    vectors in float32."""
     rng = np.random.default_rng(seed)
     weights: dict[str, Weight] = {}
     for name, shape in expected_weights(config).items():
@@ -48,7 +53,12 @@ def tiny_decoder(config: ModelConfig = TINY, format: str = "Q4_1", seed: int = 1
         if len(shape) == 1:
             values = (1 + 0.1 * values).astype(np.float32)
         kind = format if len(shape) == 2 and shape[1] % 32 == 0 else "F32"
-        raw = formats.quantize(kind, values) if kind != "F32" else values
+        if head and name in ("lm_head.weight", "embed.weight"):
+            kind = head
+        if kind in formats.PLAIN:
+            raw = values.astype(_PLAIN_TYPES[kind])
+        else:
+            raw = formats.quantize(kind, values)
         tensor = ir.Tensor(raw, name=name)
         weights[name] = Weight(name, kind, shape, tensor, name)
     return build_decoder(config, weights, "tiny")
@@ -65,9 +75,11 @@ def step_program(
     activations: str = "f32",
     fusion: str = "balanced",
     config: ModelConfig | None = TINY,
+    screen: bool = False,
     **options: Any,
 ) -> tuple[ir.Model, Program]:
-    """Passes, lowering, plan and its check: (final graph, program)."""
+    """Passes, lowering, plan and its check: (final graph, program).  ``screen``: the output
+    projection is screened where it can be, however small it is."""
 
     def supports(query: KernelQuery) -> str | None:
         try:
@@ -85,6 +97,7 @@ def step_program(
             block_size=target.default("kv_block_size"),
             kv_dtype=kv_dtype,
             supports=supports,
+            screen=lambda _head: screen,
         ),
     )
     lowered = lower(

@@ -75,6 +75,7 @@ def test_json_is_all_there_is_on_stdout(tiny_llama: Path, tmp_path: Path) -> Non
         "activations = f32 (command line)",
         "hardware.nvlink_enabled = false (system_config.toml:4)",
         "kv_dtype = f32 (as float32 activations need it)",
+        "screen_head = auto (default)",
         "max_context = 96 (the model's)",
     ]
 
@@ -118,6 +119,7 @@ def test_what_the_target_decides_is_told_too(tiny_llama: Path, tmp_path: Path) -
         f"fusion = {target.choice('fusion')} (target's default)",
         f"activations = {target.choice('activations')} (target's default)",
         f"kv_dtype = {target.choice('kv_dtype')} (target's default)",
+        "screen_head = auto (default)",
     ]
 
 

@@ -151,6 +151,13 @@ def _as_embed(sig: OpSignature, i: Mapping[str, Shape], a: Mapping[str, object])
     return [(FLOAT, (i["tokens"][0], weight_shape(sig.formats[0], i["weight"])[1]))]
 
 
+def _as_bounds(sig: OpSignature, i: Mapping[str, Shape], a: Mapping[str, object]) -> list[Typed]:
+    rows = i["weight"][0]
+    groups = -(-rows // 16) if isinstance(rows, int) else None
+    x = i["q" if "q" in i else "x"]
+    return [(FLOAT, (*x[:-1], None if groups is None else 2 * groups))]
+
+
 def _as_table(sig: OpSignature, i: Mapping[str, Shape], a: Mapping[str, object]) -> list[Typed]:
     shape = (i["positions"][0], i["inv_freq"][-1])
     return [(FLOAT, shape), (FLOAT, shape)]
@@ -225,6 +232,10 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
         ),
         "ActLinear": Operator(
             ("A", "weight", "bias?"), ops.act_linear, _as_linear, _ACTIVATION, _W
+        ),
+        "HeadBounds": Operator(("A", "weight", "norms"), ops.head_bounds, _as_bounds, (), _W),
+        "ScreenedLinear": Operator(
+            ("A", "weight", "bounds"), ops.screened_linear, _as_linear, (), _W
         ),
         "QkvRopeCache": Operator(
             _QKV_INPUTS, ops.qkv_rope_cache, _as_qkv, _QKV_ATTRIBUTES,

@@ -77,10 +77,11 @@ def bundle(b: Body, activations: str) -> Val:
     return x.cast(BFLOAT16).cast(FLOAT) if activations == "bf16" else x
 
 
-def linear(b: Body, x: Val, format: str, weight: str, bias: str) -> Val:
+def linear(b: Body, x: Val, format: str, weight: str, bias: str = "") -> Val:
     """x [.., K], weight [N, K] in its format, optional bias [N] -> [.., N]."""
     rows = _reshape(b, x, b.concat([b.ints(-1), x.dim(-1)], 0))
-    y = b.op("Gemm", rows, dequantize(b, format, b[weight]), b[bias], transB=1)
+    matrix = dequantize(b, format, b[weight])
+    y = b.op("Gemm", rows, matrix, *([b[bias]] if bias else []), transB=1)
     return _reshape(b, y, _like(b, x))
 
 
@@ -148,6 +149,48 @@ def _renamed(outputs: Outputs) -> Outputs:
 def softcap(b: Body, sig: OpSignature) -> Outputs:
     cap = b.attribute("cap", "float")
     return [("y", b.op("Tanh", b["x"] / cap) * cap)]
+
+
+# --- the greedy choice (zl_screen.h) -----------------------------------------------------------
+
+
+def _norm(b: Body, x: Val) -> Val:
+    return b.op("ReduceL2", x, b.ints(-1), keepdims=1)
+
+
+def head_bounds(b: Body, sig: OpSignature) -> Outputs:
+    """Of every 16 outputs of a linear layer the largest that one can be, then the largest that one
+    must be, told from a copy of its weights and ``norms`` [2, N] of the copy's error and of the
+    rows: [.., 2 ceil(N / 16)]."""
+    read = q = bundle(b, sig.activations)
+    if sig.activations != "int8":
+        coded = dict(quantize_int8(b, b["x"]))
+        blocks = coded["q"].cast(FLOAT).reshape(-1, 32) * coded["scale"].reshape(-1, 1)
+        q = _reshape(b, blocks, b.op("Shape", read, dtype=INT64))
+    size, lost = _norm(b, read), _norm(b, read - q)
+    n = (read.dim(-1).cast(FLOAT) * (2 + 1 / 32) + 16.0) * 2.0**-24
+    gamma = n / (b.const(1.0) - n)
+    both = size + lost
+    error, norm = b["norms"].slice(0, 1, 0), b["norms"].slice(1, 2, 0)  # [1, N]
+    slack = both * (gamma + 1.0) * error + (lost + gamma * both) * norm
+    y = linear(b, q, sig.formats[0], "weight")
+    return [("bounds", b.concat([_most_of_16(b, y + slack), _most_of_16(b, y - slack)], -1))]
+
+
+def _most_of_16(b: Body, x: Val) -> Val:
+    """[.., N] -> [.., ceil(N / 16)], the largest of each 16."""
+    n = x.dim(-1)
+    zero, sixteen = b.const([0], INT64), b.const([16], INT64)
+    left = b.op("Mod", sixteen - b.op("Mod", n, sixteen, dtype=INT64), sixteen, dtype=INT64)
+    last = b.op("Pad", x, b.concat([zero, left], 0), b.const(float("-inf")), b.ints(-1))
+    groups = _reshape(b, last, b.concat([_like(b, x), b.ints(16)], 0))
+    return b.op("ReduceMax", groups, b.ints(-1), keepdims=0)
+
+
+def screened_linear(b: Body, sig: OpSignature) -> Outputs:
+    """The logits.  A step that asks only for each row's largest may leave minus infinity in place
+    of those that ``bounds`` say are not it."""
+    return [("y", linear(b, bundle(b, sig.activations), sig.formats[0], "weight"))]
 
 
 # --- norms -------------------------------------------------------------------------------------

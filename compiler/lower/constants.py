@@ -218,6 +218,8 @@ _SIZES: Mapping[str, Sizes] = {
     "ActLinear": _matrix,
     "GatedLinear": _matrix,
     "GatedLinearQuantizeInt8": _matrix,
+    "HeadBounds": _matrix,
+    "ScreenedLinear": _matrix,
     "QkvRopeCache": _qkv,
     "Embed": _embed,
     "RopeTable": _rope_table,

@@ -15,7 +15,7 @@ from zerolayer.compiler.graph import domain
 from zerolayer.compiler.graph.check import check_graph
 from zerolayer.compiler.graph.dump import dump_graph
 
-from . import activations, edit, fuse, paging, simplify, weights
+from . import activations, edit, fuse, paging, screen, simplify, weights
 from .compare import PassComparison, PassReport
 from .options import PassOptions
 
@@ -49,7 +49,10 @@ PASSES: tuple[NamedPass, ...] = (
     NamedPass("fuse-gated", fuse.fuse_gated, "before fuse-activation: a gate is not a plain MLP"),
     NamedPass("fuse-activation", fuse.fuse_activation, "what fuse-gated left"),
     NamedPass("fuse-residual", fuse.fuse_residual, "after the MLP is one node"),
-    NamedPass("fuse-quantize", fuse.fuse_quantize, "last: any producer of int8 may have changed"),
+    NamedPass("fuse-quantize", fuse.fuse_quantize, "last of them: any producer of int8 may have "
+              "changed"),
+    NamedPass("screen-head", screen.screen_head, "when the projection is final; its bounds are for "
+              "one kernel's arithmetic"),
 )  # fmt: skip
 
 

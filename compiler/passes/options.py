@@ -30,6 +30,21 @@ Fusion = Literal["conservative", "balanced", "aggressive"]
 Supports = Callable[[KernelQuery], "str | None"]
 
 
+@dataclass(frozen=True)
+class Head:
+    """An output projection that could be screened: ``screen.py``."""
+
+    format: str
+    rows: int
+    columns: int
+    activations: str
+
+
+def no_screen(_head: Head) -> bool:
+    """A target for which screening never pays."""
+    return False
+
+
 def every_kernel(_query: KernelQuery) -> str | None:
     """A target that has every kernel (tests, and graphs that are not lowered)."""
     return None
@@ -37,7 +52,8 @@ def every_kernel(_query: KernelQuery) -> str | None:
 
 @dataclass(frozen=True)
 class PassOptions:
-    """``supports`` says why the target has no kernel for a query, or None when it has one."""
+    """``supports`` says why the target has no kernel for a query, or None when it has one;
+    ``screen`` whether a greedy step is to screen an output projection."""
 
     quantize: Quantize = "keep"
     activations: Activations = "int8"
@@ -45,6 +61,7 @@ class PassOptions:
     block_size: int = 16
     kv_dtype: str = "f32"
     supports: Supports = every_kernel
+    screen: Callable[[Head], bool] = no_screen
 
     @property
     def fuses(self) -> bool:

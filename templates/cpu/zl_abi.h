@@ -1,8 +1,8 @@
 /* The binary interface between a compiled CPU code object and the loader.
  *
  * In: nothing.  Out: the structures that runtime_stub/driver_cpu.py mirrors with ctypes; change one,
- * change the other and raise ZL_ABI_VERSION.  A function of its own is no change: the loader looks zl_trace and
- * zl_probe up only when they are asked for.  Next file: zl_team.h (threads).
+ * change the other and raise ZL_ABI_VERSION.  A function of its own is no change: the loader looks zl_trace, zl_probe
+ * and zl_exact_groups up only when they are asked for.  Next file: zl_team.h (threads).
  *
  * Every array is row-major and owned by the caller for the duration of the call.  The weights mapping
  * must outlive the engine.  No function ever raises a signal for bad arguments: it returns a code.
@@ -108,6 +108,8 @@ int32_t zl_trace(zl_engine *engine, zl_lap *laps, int64_t capacity, int64_t *cou
 /* Measures for some hundred milliseconds.  memory[bytes], 64-byte aligned, is overwritten; it should be several times
  * the last cache, and its first cache_bytes should fit in it: both at least 512 bytes for each thread. */
 int32_t zl_probe(zl_engine *engine, void *memory, uint64_t bytes, uint64_t cache_bytes, zl_ceilings *out);
+/* Groups of 16 logits that the last step computed: fewer than all where only each row's largest was asked for. */
+int64_t zl_exact_groups(zl_engine *engine);
 void zl_destroy(zl_engine *engine);
 
 #endif

@@ -234,17 +234,24 @@ ZL_KERNEL int32_t zl_greedy_penalized(const float *x, int64_t V, const zl_sampli
   return best.id;
 }
 
+/* whether a row's token is the first of its largest logits as they are */
+static inline int zl_is_argmax(const zl_sampling *s) {
+  if (!s) return 1;
+  return !(s->temperature > 0.0f) &&
+         !(s->repetition_penalty > 0.0f && s->repetition_penalty != 1.0f && s->n_history > 0);
+}
+
 /* logits f32[R, V], parts from zl_argmax_part (after a barrier), sampling [R] or NULL -> next i32[R] */
 ZL_KERNEL void zl_sample(const zl_task *t, int64_t rows, const float *logits, const zl_best *parts,
                          const zl_sampling *sampling, int32_t *next, char *work, int64_t V) {
   for (int64_t r = t->thread; r < rows; r += t->n_threads) {
     const zl_sampling *s = sampling ? sampling + r : NULL;
-    if (s && s->temperature > 0.0f)
-      next[r] = zl_sample_row(logits + r * V, V, s, work);
-    else if (s && s->repetition_penalty > 0.0f && s->repetition_penalty != 1.0f && s->n_history > 0)
-      next[r] = zl_greedy_penalized(logits + r * V, V, s, work);
-    else
+    if (zl_is_argmax(s))
       next[r] = zl_argmax_join(parts + r * t->n_threads, t->n_threads).id;
+    else if (s->temperature > 0.0f)
+      next[r] = zl_sample_row(logits + r * V, V, s, work);
+    else
+      next[r] = zl_greedy_penalized(logits + r * V, V, s, work);
   }
 }
 

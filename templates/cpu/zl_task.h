@@ -26,6 +26,9 @@
 #define ZL_SCRATCH_BYTES 0 /* per thread; the largest cpu_rows.scratch_bytes() of the module's calls */
 #endif
 
+/* Most logit rows of a step that is screened (zl_screen.h); more rows compute for longer than they read. */
+#define ZL_SCREEN_ROWS 8
+
 #if defined(__AVX512BW__) /* x86-64-v4 tuning would split vectors into halves without being told */
 #define ZL_KERNEL static inline __attribute__((always_inline, min_vector_width(512)))
 #else
@@ -58,6 +61,7 @@ typedef struct zl_task {
   const int32_t *block_table;  /* [S, B] */
   char *scratch;               /* [ZL_SCRATCH_BYTES], 64-byte aligned, this thread's own */
   zl_team *team;
+  int32_t screened;            /* only each row's largest logit is asked for: zl_screen.h */
   int32_t deal;                /* the call's cursors in the team, < 0: its items are dealt out beforehand */
 } zl_task;
 
