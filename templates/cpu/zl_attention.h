@@ -126,13 +126,14 @@ typedef struct zl_queries {
 } zl_queries;
 
 typedef struct zl_attention_shape {
-  int64_t head_dim, block_size, window;
+  int64_t head_dim, kv_heads, block_size, window;
   float scale, softcap;
   int kv_dtype;
 } zl_attention_shape;
 
-/* Where a chunk's keys and values are, 16 positions a pointer, and those of the chunk after it: decoding asks for these
- * while it computes, line for line.  The pieces of a head are too short for the machine's own prefetchers. */
+/* Where a chunk's keys and values are, 16 positions a pointer, and those of the chunk after it (after the last of a
+ * head: of the next head's first): decoding asks for these while it computes, line for line.  The pieces of a head are
+ * too short for the machine's own prefetchers. */
 typedef struct zl_chunk_at {
   const char *k[ZL_CHUNK / 16], *v[ZL_CHUNK / 16];
   const char *next_k[ZL_CHUNK / 16], *next_v[ZL_CHUNK / 16];
@@ -146,19 +147,22 @@ ZL_KERNEL void zl_fetch(const char *p, int fetch) {
 }
 
 /* The chunk at c0 and the one after it, of a context that ends at `end`; past it the nearest positions before it again,
- * masked later. */
+ * masked later.  The next chunk is only asked for: where it has fewer positions, anything that exists will do. */
 ZL_KERNEL void zl_locate_chunk(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, const char *k,
                                const char *v, int64_t c0, int64_t end, zl_chunk_at *at) {
   const int64_t hd = a->head_dim, bs = a->block_size, bytes = zl_kv_bytes(a->kv_dtype);
   const int64_t head = tile->kv_head * hd * bs * bytes;
   const int64_t k_bytes = a->kv_dtype == ZL_KV_BF16 ? 4 : bytes; /* from position to position: one pair */
+  const int turn = c0 + ZL_CHUNK > end && tile->kv_head + 1 < a->kv_heads; /* on to the next head */
+  const int64_t next_head = head + (turn ? hd * bs * bytes : 0);
+  const int64_t next_c0 = turn ? tile->from[0] / ZL_CHUNK * ZL_CHUNK : c0 + ZL_CHUNK;
   for (int64_t i = 0; i < ZL_CHUNK / 16; i++) {
     const int64_t p = c0 + (c0 + 16 * i <= end ? 16 * i : 0);
-    const int64_t next = p + ZL_CHUNK <= end ? p + ZL_CHUNK : p;
+    const int64_t next = next_c0 + 16 * i <= end ? next_c0 + 16 * i : p;
     at->k[i] = zl_kv_at(t, k, tile->seq, p / bs) + head + p % bs * k_bytes;
     at->v[i] = zl_kv_at(t, v, tile->seq, p / bs) + head + p % bs * hd * bytes;
-    at->next_k[i] = zl_kv_at(t, k, tile->seq, next / bs) + head + next % bs * k_bytes;
-    at->next_v[i] = zl_kv_at(t, v, tile->seq, next / bs) + head + next % bs * hd * bytes;
+    at->next_k[i] = zl_kv_at(t, k, tile->seq, next / bs) + next_head + next % bs * k_bytes;
+    at->next_v[i] = zl_kv_at(t, v, tile->seq, next / bs) + next_head + next % bs * hd * bytes;
   }
 }
 
@@ -403,7 +407,7 @@ ZL_KERNEL void zl_paged_attention(const zl_task *t, int64_t rows, const float *q
                                   double softcap, int64_t window, int64_t block_size, int kv_dtype) {
   (void)seq_starts;
   (void)block_table;
-  zl_attention_shape a = {head_dim, block_size, window, (float)scale, (float)softcap, kv_dtype};
+  zl_attention_shape a = {head_dim, kv_num_heads, block_size, window, (float)scale, (float)softcap, kv_dtype};
   zl_attention_io io = {q, k_cache, v_cache, positions, y, NULL, NULL, NULL, num_heads, num_heads / kv_num_heads};
   zl_attention_all(t, rows, &io, &a);
 }
@@ -416,7 +420,7 @@ ZL_KERNEL void zl_paged_attention_quantize(const zl_task *t, int64_t rows, const
                                            double softcap, int64_t window, int64_t block_size, int kv_dtype) {
   (void)seq_starts;
   (void)block_table;
-  zl_attention_shape a = {head_dim, block_size, window, (float)scale, (float)softcap, kv_dtype};
+  zl_attention_shape a = {head_dim, kv_num_heads, block_size, window, (float)scale, (float)softcap, kv_dtype};
   zl_attention_io io = {q, k_cache, v_cache, positions, NULL, q8, q8_scale, q8_sums, num_heads, num_heads / kv_num_heads};
   zl_attention_all(t, rows, &io, &a);
 }
