@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import test_cpu_kernels_attention as attention
 import test_cpu_kernels_bf16 as bf16
 import test_cpu_kernels_layers as layers
 import test_cpu_kernels_linear as linear
@@ -63,7 +64,8 @@ def main(level: str) -> None:
         layers.test_quantize_of_extremes,
         layers.test_rope_table_is_right_for_large_angles,
         layers.test_rope,
-        layers.test_attention,
+        attention.test_attention,
+        attention.test_attention_over_a_bf16_cache,
         layers.test_qkv_rope_cache,
         layers.test_elementwise,
     ]

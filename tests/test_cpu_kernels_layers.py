@@ -1,4 +1,4 @@
-"""Norms, rope, KV cache, attention, elementwise kernels and embedding, against numpy.
+"""Norms, rope, KV cache, elementwise kernels and embedding, against numpy.
 
 References are float64.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu_harness import BLOCK, KV_BLOCK_BYTES, PLAIN, Batch, Kernels, floats, has, kernels_for
+from test_cpu_kernels_attention import F16, make_batch
 from test_cpu_kernels_linear import (
     BF16,
     F32,
@@ -21,8 +22,6 @@ from test_cpu_kernels_linear import (
     to_bf16,
     weights,
 )
-
-F16, KV_BF16 = 1, 2  # enum zl_kv_dtype
 
 
 @pytest.fixture(scope="session", params=["zen4", "v4", "v3"])
@@ -149,205 +148,6 @@ def test_rope(kernels: Kernels, hd: int, rd: int, interleaved: int) -> None:
     np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-6)
     kernels.call("rope", 3, [x, cos, sin, x], [5, hd, rd, interleaved])  # in place
     assert (x == y).all()
-
-
-def make_batch(lengths: list[tuple[int, int]], block_size: int) -> tuple[Batch, int, int]:
-    """Sequences of (context before, new tokens), blocks dealt out in reverse: batch, T, number of
-    blocks."""
-    starts = np.cumsum([0, *(n for _, n in lengths)]).astype(np.int32)
-    positions = np.concatenate([np.arange(p, p + n) for p, n in lengths]).astype(np.int32)
-    seqs = np.repeat(np.arange(len(lengths)), [n for _, n in lengths]).astype(np.int32)
-    most = max(-(-(p + n) // block_size) for p, n in lengths)
-    table = np.full((len(lengths), most), 2**30, np.int32)  # an unused entry must not be touched
-    total = sum(-(-(p + n) // block_size) for p, n in lengths)
-    at = total
-    for s, (p, n) in enumerate(lengths):
-        for b in range(-(-(p + n) // block_size)):
-            at -= 1
-            table[s, b] = at
-    return Batch(seqs, positions, starts, table), len(positions), total
-
-
-def fill_cache(
-    k: Kernels,
-    lengths: list[tuple[int, int]],
-    block_size: int,
-    blocks: Any,
-    offset: int,
-    x: list[Any],
-    kvh: int,
-    hd: int,
-    role: int,
-    dtype: int,
-) -> None:
-    """Writes whole contexts x[s] [context, kvh*hd] through CacheWrite."""
-    whole, t, _ = make_batch([(0, p + n) for p, n in lengths], block_size)
-    rows = np.concatenate(x)
-    cache = blocks[offset:]
-    k.call(
-        "cache_write",
-        t,
-        [cache, rows, whole.positions, None, None, cache],
-        [kvh, hd, block_size, role, dtype],
-        batch=whole,
-    )
-
-
-def attention_reference(
-    q: Any, k: Any, v: Any, p: int, scale: float, softcap: float, window: int, group: int
-) -> Any:
-    """One token: q [H, hd], k and v [context, kvh, hd]."""
-    lo = max(0, p - window + 1) if window else 0
-    out = np.zeros(q.shape)
-    for h in range(q.shape[0]):
-        s = k[lo : p + 1, h // group].astype(np.float64) @ q[h] * scale
-        if softcap:
-            s = softcap * np.tanh(s / softcap)
-        e = np.exp(s - s.max())
-        out[h] = (e / e.sum()) @ v[lo : p + 1, h // group].astype(np.float64)
-    return out
-
-
-def assert_alone_gives_the_same_bits(
-    kernels: Kernels,
-    batch: Batch,
-    arrays: list[Any],
-    ints: list[int],
-    floats_: list[float],
-    y: Any,
-) -> None:
-    """Each token of the batch by itself on one thread, and all of them on three: rows of ``y``."""
-    for i in range(len(y)):
-        s = int(batch.token_seq[i])
-        one = Batch(
-            np.zeros(1, np.int32),
-            batch.positions[i : i + 1],
-            np.array([0, 1], np.int32),
-            np.ascontiguousarray(batch.block_table[s : s + 1]),
-        )
-        row = np.zeros((1, y.shape[1]), np.float32)
-        q = np.ascontiguousarray(arrays[0][i : i + 1])
-        operands = [q, *arrays[1:3], one.positions, None, None, row]
-        kernels.call("attention", 1, operands, ints, floats_, one, threads=1)
-        assert (row[0].view(np.uint32) == y[i].view(np.uint32)).all(), i
-    threaded = np.zeros_like(y)
-    kernels.call("attention", len(y), [*arrays, threaded], ints, floats_, batch, threads=3)
-    assert (threaded == y).all()
-
-
-@pytest.mark.parametrize(
-    ("heads", "kvh", "hd", "block_size", "window", "softcap", "dtype", "lengths"),
-    [
-        (9, 3, 64, 16, 0, 0.0, F16, [(0, 5), (70, 1), (129, 3)]),
-        (9, 3, 64, 16, 0, 0.0, F16, [(50, 40), (1015, 20)]),
-        (4, 4, 32, 32, 0, 0.0, F32, [(1030, 2), (0, 40)]),
-        (8, 1, 96, 16, 20, 0.0, F16, [(100, 70)]),
-        (2, 1, 24, 16, 0, 15.0, F32, [(17, 1), (0, 1), (63, 2)]),
-        (6, 2, 40, 16, 65, 30.0, F16, [(200, 3)]),
-        (2, 2, 256, 16, 0, 0.0, F16, [(20, 3)]),
-    ],
-)
-def test_attention(
-    kernels: Kernels,
-    heads: int,
-    kvh: int,
-    hd: int,
-    block_size: int,
-    window: int,
-    softcap: float,
-    dtype: int,
-    lengths: list[tuple[int, int]],
-) -> None:
-    rng = np.random.default_rng(5)
-    batch, t, total = make_batch(lengths, block_size)
-    blocks = np.full(total * KV_BLOCK_BYTES, 0xFF, np.uint8)  # NaN wherever nothing was written
-    size = kvh * hd * block_size * (2 if dtype == F16 else 4)
-    ks = [floats(rng, p + n, kvh * hd) for p, n in lengths]
-    vs = [floats(rng, p + n, kvh * hd) for p, n in lengths]
-    k_offset, v_offset = 64, 64 + size
-    fill_cache(kernels, lengths, block_size, blocks, k_offset, ks, kvh, hd, 0, dtype)
-    fill_cache(kernels, lengths, block_size, blocks, v_offset, vs, kvh, hd, 1, dtype)
-    q = floats(rng, t, heads * hd)
-    scale = 1 / math.sqrt(hd)
-    y = np.full((t, heads * hd), np.nan, np.float32)
-    ints = [heads, kvh, hd, window, block_size, dtype]
-    arrays = [q, blocks[k_offset:], blocks[v_offset:], batch.positions, None, None]
-    kernels.call("attention", t, [*arrays, y], ints, [scale, softcap], batch)
-    kept = np.float16 if dtype == F16 else np.float32
-    want = np.zeros((t, heads * hd))
-    for i in range(t):
-        s, p = int(batch.token_seq[i]), int(batch.positions[i])
-        ck, cv = (c[s].astype(kept).reshape(-1, kvh, hd) for c in (ks, vs))
-        one_q = q[i].reshape(heads, hd)
-        answer = attention_reference(one_q, ck, cv, p, scale, softcap, window, heads // kvh)
-        want[i] = answer.reshape(-1)
-    np.testing.assert_allclose(y, want, rtol=1e-5, atol=2e-6)
-    assert_alone_gives_the_same_bits(kernels, batch, arrays, ints, [scale, softcap], y)
-    if hd % 32 == 0:
-        n = heads * hd
-        got = [
-            np.zeros((t, n), np.int8),
-            np.zeros((t, n // 32), np.float32),
-            np.zeros((t, n // 16), np.float32),
-        ]
-        kernels.call("attention_quantize", t, [*arrays, *got], ints, [scale, softcap], batch)
-        for a, b in zip(got, bundle(y), strict=True):
-            assert (a == b).all()
-
-
-@pytest.mark.parametrize(
-    ("heads", "kvh", "hd", "block_size", "window", "softcap", "lengths"),
-    [
-        (9, 3, 64, 32, 0, 0.0, [(0, 5), (70, 1), (129, 3)]),
-        (9, 3, 64, 32, 0, 0.0, [(50, 40), (1015, 20)]),
-        (4, 4, 32, 32, 0, 0.0, [(1030, 2), (0, 41)]),
-        (8, 1, 96, 16, 20, 0.0, [(100, 70)]),
-        (2, 1, 24, 16, 0, 15.0, [(17, 1), (0, 1), (63, 2)]),
-        (6, 2, 40, 16, 65, 30.0, [(200, 3)]),
-        (2, 2, 256, 16, 0, 0.0, [(20, 3)]),
-        # whole chunks between two that queries attend to in part; tiles that fours do not fill,
-        # elements that eights do not
-        (9, 3, 64, 32, 200, 0.0, [(300, 70)]),
-        (10, 2, 40, 16, 0, 30.0, [(130, 43), (1000, 30)]),
-    ],
-)
-def test_attention_over_a_bf16_cache(
-    heads: int,
-    kvh: int,
-    hd: int,
-    block_size: int,
-    window: int,
-    softcap: float,
-    lengths: list[tuple[int, int]],
-) -> None:
-    """Queries (as exponents of 2), keys and values rounded to bf16; probabilities too (half a unit
-    of 2^-8 each)."""
-    kernels = kernels_for("zen4")
-    rng = np.random.default_rng(8)
-    batch, t, total = make_batch(lengths, block_size)
-    blocks = np.full(total * KV_BLOCK_BYTES, 0xFF, np.uint8)  # NaN wherever nothing was written
-    ks = [floats(rng, p + n, kvh * hd) for p, n in lengths]
-    vs = [floats(rng, p + n, kvh * hd) for p, n in lengths]
-    k_offset, v_offset = 64, 64 + kvh * hd * block_size * 2
-    fill_cache(kernels, lengths, block_size, blocks, k_offset, ks, kvh, hd, 0, KV_BF16)
-    fill_cache(kernels, lengths, block_size, blocks, v_offset, vs, kvh, hd, 1, KV_BF16)
-    q = floats(rng, t, heads * hd)
-    scale = 1 / math.sqrt(hd)
-    ints = [heads, kvh, hd, window, block_size, KV_BF16]
-    arrays = [q, blocks[k_offset:], blocks[v_offset:], batch.positions, None, None]
-    y = np.full((t, heads * hd), np.nan, np.float32)
-    kernels.call("attention", t, [*arrays, y], ints, [scale, softcap], batch)
-    want = np.zeros((t, heads * hd))
-    for i in range(t):
-        s, p = int(batch.token_seq[i]), int(batch.positions[i])
-        ck, cv = (to_bf16(c[s]).reshape(-1, kvh, hd) for c in (ks, vs))
-        one_q = to_bf16(q[i] * np.float32(scale * math.log2(math.e))).reshape(heads, hd)
-        to_natural = math.log(2)
-        answer = attention_reference(one_q, ck, cv, p, to_natural, softcap, window, heads // kvh)
-        want[i] = answer.reshape(-1)
-    assert np.abs(y - want).max() < 2**-8
-    assert np.abs(y - want).mean() < 2**-11
-    assert_alone_gives_the_same_bits(kernels, batch, arrays, ints, [scale, softcap], y)
 
 
 @pytest.fixture(scope="session")

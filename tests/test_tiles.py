@@ -31,7 +31,7 @@ from cpu_harness import (
     kernels_for,
 )
 from program_cases import TINY, engine, packed_weights, small, step_program, tiny_decoder, zig_cache
-from test_cpu_kernels_layers import F16, make_batch
+from test_cpu_kernels_attention import F16, make_batch
 from test_cpu_kernels_linear import ACT, bundle, packed, weights
 from zerolayer.runtime_stub.errors import HardwareMismatchError
 from zerolayer.runtime_stub.step import SamplingParams, StepBatch

@@ -1,7 +1,7 @@
 /* Paged attention and the KV cache: CacheWrite, PagedAttention, PagedAttentionQuantizeInt8.
  *
- * In: zl_math.h, zl_quantize.h.  Out: zl_kv_block, zl_cache_put (used by zl_qkv.h), the kernels.  Next file:
- * zl_elementwise.h.
+ * In: zl_math.h, zl_quantize.h, zl_attention_float.h, zl_attention_bf16.h.  Out: zl_kv_block, zl_cache_put (used by
+ * zl_qkv.h), the kernels.  Next file: zl_elementwise.h.
  *
  * One layer's share of a KV block, KV = f32 or f16 (zl_attention_float.h; bf16: zl_attention_bf16.h):
  *     K  [kv_heads][head_dim][block_size]     positions are lanes: q . k for 16 positions is one chain of
@@ -171,7 +171,7 @@ ZL_KERNEL void zl_locate_chunk(const zl_task *t, const zl_attention_shape *a, co
 #endif
 #include "zl_attention_float.h"
 
-/* QB queries from index i of the tile, one chunk, of which `positions` exist; fetch: ask for the next chunk meanwhile */
+/* QB queries from index i of the tile, one chunk, of which `positions` exist; fetch: asks for the next chunk too */
 ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, int fetch, const zl_queries *tile, int64_t i, int64_t c0,
                         int64_t positions, const zl_chunk_at *at, zl_seen *seen) {
 #if defined(__AVX512BF16__)
@@ -193,8 +193,8 @@ ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, int fetch, const zl
   zl_weigh(a, QB, fetch, s, factor, at, positions, out);
 }
 
-/* All queries of a tile, one chunk: 4 at a time, the rest together.  Few queries have as much to read as to compute: the
- * first of them ask for the next chunk. */
+/* All queries of a tile, one chunk: 4 at a time, the rest together, each number a constant of its own code, which keeps
+ * sums in registers.  Few queries have as much to read as to compute: the first of them ask for the next chunk. */
 ZL_KERNEL void zl_chunk_tile(const zl_attention_shape *a, const zl_queries *tile, int64_t c0, int64_t positions,
                              const zl_chunk_at *at, zl_seen *seen) {
   int fetch = tile->n <= ZL_FETCH_QUERIES ? ZL_FETCH_L2 : 0;
@@ -205,7 +205,8 @@ ZL_KERNEL void zl_chunk_tile(const zl_attention_shape *a, const zl_queries *tile
   if (tile->n - i == 1) zl_chunk(a, 1, fetch, tile, i, c0, positions, at, seen);
 }
 
-/* all queries of the tile over positions [begin, end], within one span of a context that ends at context_end; `seen` starts empty */
+/* all queries of the tile over positions [begin, end], within one span of a context that ends at context_end; `seen`
+ * starts empty */
 ZL_KERNEL void zl_span(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, char *k, char *v,
                        int64_t begin, int64_t end, int64_t context_end, zl_seen *seen) {
   int64_t c0 = begin / ZL_CHUNK * ZL_CHUNK;
@@ -261,31 +262,16 @@ ZL_KERNEL void zl_attend(const zl_task *t, const zl_attention_shape *a, const zl
     const int64_t end = span + ZL_SPAN - 1 < last ? span + ZL_SPAN - 1 : last;
     zl_seen_reset(seen, (tile->n + 3) / 4 * 4, stride);
     zl_span(t, a, tile, k, v, begin, end, last, seen);
-    if (seen == part) zl_seen_merge(total, part, tile->n, stride, a->kv_dtype == ZL_KV_BF16 ? 0x1.62e43p-1f : 1.0f); /* ln 2 */
+    const float unit = a->kv_dtype == ZL_KV_BF16 ? 0x1.62e43p-1f : 1.0f; /* ln 2 */
+    if (seen == part) zl_seen_merge(total, part, tile->n, stride, unit);
   }
 }
 
-/* Fills the tile with tokens t0 .. t1 (one sequence) x heads h0 .. h0 + heads of one KV head. */
-ZL_KERNEL void zl_fill_tile(zl_queries *tile, const zl_task *t, const zl_attention_shape *a, const float *q,
-                            const int32_t *positions, int64_t t0, int64_t t1, int64_t h0, int64_t heads,
-                            int64_t num_heads) {
-  tile->n = 0;
-  tile->seq = t->token_seq[t0];
-  for (int64_t row = t0; row < t1; row++)
-    for (int64_t h = h0; h < h0 + heads; h++) {
-      const int64_t i = tile->n++, p = positions[row];
-      tile->q[i] = q + (row * num_heads + h) * a->head_dim;
-      tile->from[i] = a->window > 0 && p - a->window + 1 > 0 ? p - a->window + 1 : 0;
-      tile->last[i] = p;
-    }
-  for (int64_t i = tile->n; i % 4; i++) { /* fills the last four; what comes out is not read */
-    tile->q[i] = tile->q[0];
-    tile->from[i] = tile->from[0];
-    tile->last[i] = tile->last[0];
-  }
-}
+/* Tokens t0 .. t1 of one sequence x heads h0 .. h0 + heads of one KV head: what a tile is made of. */
+typedef struct zl_cut {
+  int64_t t0, t1, h0, heads;
+} zl_cut;
 
-/* Tokens t0 .. t1 of one sequence x heads h0 .. h0 + heads of one KV head: one tile from queries to results. */
 typedef struct zl_attention_io {
   const float *q;           /* [T, H*hd] */
   char *k, *v;
@@ -295,6 +281,25 @@ typedef struct zl_attention_io {
   float *scale, *sums;
   int64_t H, group;
 } zl_attention_io;
+
+ZL_KERNEL void zl_fill_tile(zl_queries *tile, const zl_task *t, const zl_attention_shape *a, const zl_attention_io *io,
+                            const zl_cut *cut) {
+  tile->n = 0;
+  tile->seq = t->token_seq[cut->t0];
+  tile->kv_head = cut->h0 / io->group;
+  for (int64_t row = cut->t0; row < cut->t1; row++)
+    for (int64_t h = cut->h0; h < cut->h0 + cut->heads; h++) {
+      const int64_t i = tile->n++, p = io->positions[row];
+      tile->q[i] = io->q + (row * io->H + h) * a->head_dim;
+      tile->from[i] = a->window > 0 && p - a->window + 1 > 0 ? p - a->window + 1 : 0;
+      tile->last[i] = p;
+    }
+  for (int64_t i = tile->n; i % 4; i++) { /* fills the last four; what comes out is not read */
+    tile->q[i] = tile->q[0];
+    tile->from[i] = tile->from[0];
+    tile->last[i] = tile->last[0];
+  }
+}
 
 /* Results of `some` tokens (1 or 8) of a head, heads * stride floats apart, divided by their sums -> the bundle, rows
  * `row` apart. */
@@ -320,34 +325,37 @@ ZL_KERNEL void zl_quantize_results(int some, const zl_attention_io *io, const fl
 }
 
 /* Results of a tile, divided by their sums.  Eight tokens of a head are quantized together. */
-ZL_KERNEL void zl_results(const zl_attention_io *io, const zl_seen *total, int64_t tokens, int64_t t0, int64_t h0,
-                          int64_t heads, int64_t hd) {
+ZL_KERNEL void zl_results(const zl_attention_io *io, const zl_seen *total, const zl_cut *cut, int64_t hd) {
   const int64_t stride = (hd + 15) / 16 * 16, row = io->H * hd;
+  const int64_t heads = cut->heads, tokens = cut->t1 - cut->t0;
   for (int64_t h = 0; h < heads; h++) {
+    const float *out = total->out + h * stride, *sum = total->sum + h; /* of the first token; the next is heads on */
+    const int64_t at = cut->t0 * row + (cut->h0 + h) * hd;
     int64_t t = 0;
-    for (; !io->y && t + 8 <= tokens; t += 8)
-      zl_quantize_results(8, io, total->out + (t * heads + h) * stride, total->sum + t * heads + h, heads, stride,
-                          (t0 + t) * row + (h0 + h) * hd, row, hd);
-    for (; t < tokens; t++) {
-      const int64_t at = (t0 + t) * row + (h0 + h) * hd;
-      const float *out = total->out + (t * heads + h) * stride, *sum = total->sum + t * heads + h;
-      if (!io->y) zl_quantize_results(1, io, out, sum, heads, stride, at, row, hd);
-      for (int64_t d = 0; io->y && d < hd; d += 16)
-        zl_store_n(io->y + at + d, zl_load(out + d) * (1.0f / *sum), hd - d < 16 ? hd - d : 16);
+    if (io->y) {
+      for (; t < tokens; t++)
+        for (int64_t d = 0; d < hd; d += 16)
+          zl_store_n(io->y + at + t * row + d, zl_load(out + t * heads * stride + d) * (1.0f / sum[t * heads]),
+                     hd - d < 16 ? hd - d : 16);
+    } else {
+      for (; t + 8 <= tokens; t += 8)
+        zl_quantize_results(8, io, out + t * heads * stride, sum + t * heads, heads, stride, at + t * row, row, hd);
+      for (; t < tokens; t++)
+        zl_quantize_results(1, io, out + t * heads * stride, sum + t * heads, heads, stride, at + t * row, row, hd);
     }
   }
 }
 
-ZL_KERNEL void zl_attention_one(const zl_task *t, const zl_attention_io *io, const zl_attention_shape *a, int64_t t0,
-                                int64_t t1, int64_t h0, int64_t heads) {
+/* One tile from queries to results: most of a module's attention code, so it has one caller. */
+ZL_KERNEL void zl_attention_one(const zl_task *t, const zl_attention_io *io, const zl_attention_shape *a,
+                                const zl_cut *cut) {
   const int64_t hd = a->head_dim;
   _Alignas(64) float out[2][ZL_QUERIES * ZL_MAX_HEAD_DIM];
   zl_seen total, part;
   zl_queries tile;
   total.out = out[0];
   part.out = out[1];
-  zl_fill_tile(&tile, t, a, io->q, io->positions, t0, t1, h0, heads, io->H);
-  tile.kv_head = h0 / io->group;
+  zl_fill_tile(&tile, t, a, io, cut);
 #if defined(__AVX512BF16__)
   _Alignas(64) uint32_t pairs[ZL_QUERIES * ZL_MAX_HEAD_DIM / 2];
   for (int64_t i = 0; a->kv_dtype == ZL_KV_BF16 && i < tile.n; i++) {
@@ -357,47 +365,76 @@ ZL_KERNEL void zl_attention_one(const zl_task *t, const zl_attention_io *io, con
   for (int64_t i = tile.n; i % 4; i++) tile.pairs[i] = pairs;
 #endif
   zl_attend(t, a, &tile, io->k, io->v, &total, &part);
-  zl_results(io, &total, t1 - t0, t0, h0, heads, hd);
+  zl_results(io, &total, cut, hd);
 }
 
-/* Few tokens: the query heads of all tokens in one row, an equal share to each thread; a share is cut where the KV head
- * changes, so that heads of a group still read K and V together.  Many: tiles of tokens x the heads of a group.  Both
- * through one call of zl_attention_one, which is most of a module's attention code. */
-ZL_KERNEL void zl_attention_all(const zl_task *t, int64_t rows, const zl_attention_io *io, const zl_attention_shape *a) {
-  const int64_t H = io->H, group = io->group;
-  const int64_t most = group < ZL_QUERIES ? group : ZL_QUERIES; /* heads of a tile */
-  const int64_t room = ZL_QUERIES / most, tokens = room > 8 ? room / 8 * 8 : room; /* eights: see zl_results */
-  const int64_t parts = (group + most - 1) / most, runs = H / group * parts;
-  const int few = rows * (H / group) < 4 * (int64_t)t->n_threads;
-  /* later tokens see longer contexts: the thread whose tiles are early ends first and helps */
-  zl_deal deal = {(rows + tokens - 1) / tokens * runs, 0, 0, 0};
-  int64_t i = 0, end = 0, t0 = 0, t1 = 0, stop = 0, h0 = 0, heads = 0;
-  if (few) zl_share(t, rows * H, &i, &end);
-  for (;; t0 = t1) {
-    if (few) {
-      if (i >= end) return;
-      t0 = i / H;
-      h0 = i % H;
-      stop = t0 + 1;
-      heads = group - h0 % group;
-      if (heads > end - i) heads = end - i;
-      if (heads > most) heads = most;
-      i += heads;
-    } else if (t0 == stop) { /* a run of tokens may span sequences: several tiles */
-      int64_t item;
-      if (!zl_deal_item(t, &deal, &item)) return;
-      const int64_t run = item % runs;
-      h0 = run / parts * group + run % parts * most;
-      t0 = item / runs * tokens;
-      stop = t0 + tokens < rows ? t0 + tokens : rows;
-    }
-    if (!few) {
-      const int64_t left = (h0 / group + 1) * group - h0;
-      heads = left < most ? left : most;
-    }
-    for (t1 = t0 + 1; t1 < stop && t->token_seq[t1] == t->token_seq[t0];) t1++;
-    zl_attention_one(t, io, a, t0, t1, h0, heads);
+/* A thread's tiles of a call.  Few tokens: the query heads of all tokens in one row, an equal share to each thread; a
+ * share is cut where the KV head changes, so that heads of a group still read K and V together.  Many: items of tokens
+ * x the heads of a group, dealt out; an item whose tokens span sequences is several tiles. */
+typedef struct zl_tiles {
+  int64_t rows, H, group;
+  int64_t most;       /* heads of a tile */
+  int few;
+  int64_t next, end;  /* in hand: few tokens: heads; many: tokens of an item */
+  int64_t tokens;     /* of an item */
+  int64_t h0, heads;  /* the item's */
+  zl_deal deal;
+} zl_tiles;
+
+/* Tokens of an item at most; fewer if that leaves threads idle, but eights while there are so many: see zl_results. */
+ZL_KERNEL int64_t zl_item_tokens(const zl_task *t, int64_t rows, int64_t most, int64_t runs) {
+  const int64_t room = ZL_QUERIES / most;
+  int64_t tokens = room > 8 ? room / 8 * 8 : room;
+  while (t->n_threads > 1 && tokens > 1 && (rows + tokens - 1) / tokens * runs < 2 * (int64_t)t->n_threads)
+    tokens = tokens > 8 ? tokens - 8 : tokens / 2;
+  return tokens;
+}
+
+ZL_KERNEL zl_tiles zl_tiles_begin(const zl_task *t, int64_t rows, const zl_attention_io *io) {
+  const int64_t group = io->group, most = group < ZL_QUERIES ? group : ZL_QUERIES;
+  const int64_t runs = io->H / group * ((group + most - 1) / most);
+  const int64_t tokens = zl_item_tokens(t, rows, most, runs);
+  zl_tiles w = {rows, io->H, group, most, rows * (io->H / group) < 4 * (int64_t)t->n_threads, 0, 0, tokens, 0, 0,
+                /* later tokens see longer contexts: the thread whose items are early ends first and helps */
+                {(rows + tokens - 1) / tokens * runs, 0, 0, 0}};
+  if (w.few) zl_share(t, rows * w.H, &w.next, &w.end);
+  return w;
+}
+
+/* Few tokens: heads of one token. */
+ZL_KERNEL int zl_next_heads(zl_tiles *w, zl_cut *cut) {
+  if (w->next == w->end) return 0;
+  const int64_t h0 = w->next % w->H, left = w->group - h0 % w->group, share = w->end - w->next;
+  int64_t heads = left < share ? left : share;
+  if (heads > w->most) heads = w->most;
+  *cut = (zl_cut){w->next / w->H, w->next / w->H + 1, h0, heads};
+  w->next += heads;
+  return 1;
+}
+
+/* Many: tokens of one sequence, of the item in hand or the next one. */
+ZL_KERNEL int zl_next_tokens(const zl_task *t, zl_tiles *w, zl_cut *cut) {
+  if (w->next == w->end) {
+    const int64_t parts = (w->group + w->most - 1) / w->most, runs = w->H / w->group * parts;
+    int64_t item;
+    if (!zl_deal_item(t, &w->deal, &item)) return 0;
+    const int64_t skip = item % parts * w->most, left = w->group - skip; /* heads of the group */
+    w->h0 = item % runs / parts * w->group + skip;
+    w->heads = left < w->most ? left : w->most;
+    w->next = item / runs * w->tokens;
+    w->end = w->next + w->tokens < w->rows ? w->next + w->tokens : w->rows;
   }
+  *cut = (zl_cut){w->next, w->next + 1, w->h0, w->heads};
+  while (cut->t1 < w->end && t->token_seq[cut->t1] == t->token_seq[cut->t0]) cut->t1++;
+  w->next = cut->t1;
+  return 1;
+}
+
+ZL_KERNEL void zl_attention_all(const zl_task *t, int64_t rows, const zl_attention_io *io,
+                                const zl_attention_shape *a) {
+  zl_tiles tiles = zl_tiles_begin(t, rows, io);
+  zl_cut cut;
+  while (tiles.few ? zl_next_heads(&tiles, &cut) : zl_next_tokens(t, &tiles, &cut)) zl_attention_one(t, io, a, &cut);
 }
 
 /* q f32[T, H*hd], k_cache, v_cache, positions i32[T], seq_starts, block_table -> y f32[T, H*hd] */
@@ -421,7 +458,8 @@ ZL_KERNEL void zl_paged_attention_quantize(const zl_task *t, int64_t rows, const
   (void)seq_starts;
   (void)block_table;
   zl_attention_shape a = {head_dim, kv_num_heads, block_size, window, (float)scale, (float)softcap, kv_dtype};
-  zl_attention_io io = {q, k_cache, v_cache, positions, NULL, q8, q8_scale, q8_sums, num_heads, num_heads / kv_num_heads};
+  zl_attention_io io = {q,  k_cache,  v_cache, positions, NULL,
+                        q8, q8_scale, q8_sums, num_heads, num_heads / kv_num_heads};
   zl_attention_all(t, rows, &io, &a);
 }
 

@@ -16,9 +16,9 @@
 #error "a bf16 cache needs AVX512-BF16; the kernel table must not have chosen it"
 #endif
 
-/* 2^x for x <= 0, relative error 3e-6, of `rough` 1e-4, a twentieth of what bf16 rounds off; -inf -> 0, NaN stays NaN.
- * 2^0 is 1 exactly: a chunk of which a query sees nothing, because only others of its tile do, leaves that query's sums
- * as they are. */
+/* 2^x for x <= 0, relative error 3e-6, of `rough` 1.1e-4, an eighteenth of what bf16 rounds off; -inf -> 0, NaN stays
+ * NaN (measured by tests/test_cpu_kernels_attention.py).  2^0 is 1 exactly: a chunk of which a query sees nothing,
+ * because only others of its tile do, leaves that query's sums as they are. */
 ZL_KERNEL v16f zl_exp2_low(v16f x, int rough) {
   x = zl_max(zl_set(-200.0f), x);
   v16f n = zl_round_even(x), f = x - n;
@@ -47,6 +47,14 @@ typedef struct zl_halfway {
   const zl_chunk_at *at;
   int64_t i, positions; /* index of the first query in its tile; positions of the chunk that they attend to */
 } zl_halfway;
+
+ZL_KERNEL void zl_zero_bf16(int QB, int vectors, v16f acc[4][4]) {
+  ZL_UNROLL
+  for (int v = 0; v < vectors; v++) {
+    ZL_UNROLL
+    for (int m = 0; m < QB; m++) acc[v][m] = zl_set(0.0f);
+  }
+}
 
 /* acc[v][i] += q[i] k for pairs d .. end of elements, QB queries and the 16 positions at at->k[v], rows of block_size
  * lanes; fetch: ask for those of the next chunk meanwhile */
@@ -140,7 +148,7 @@ ZL_KERNEL void zl_tops_bf16(const zl_attention_shape *a, int QB, int vectors, in
   ZL_UNROLL
   for (int m = QB; m < 4; m++) of[m] = of[0];
   const v16f before = zl_load_four(seen->max + h->i), top = zl_max(before, zl_fold4_max(of));
-  h->base = zl_max(zl_set(-0x1p127f), top); /* -inf: nothing to attend to yet */
+  h->base = zl_max(zl_set(-0x1.fffffep127f), top); /* -inf, nothing to attend to yet: the least finite score */
   h->factor = before - h->base;
   zl_store_four(seen->max + h->i, top);
 }
@@ -171,8 +179,8 @@ ZL_KERNEL void zl_weigh_pair(int QB, v16f acc[4][4], const uint16_t p[][ZL_CHUNK
   }
 }
 
-/* Of QB queries: sum = factor * sum + total, out = factor * out + sum over positions of p V; at->v[v] points at V[16 v]
- * of the chunk */
+/* Of QB queries: sum = factor * sum + total, out = factor * out + sum over positions of p V; h->at->v[v] points at
+ * V[16 v] of the chunk */
 ZL_KERNEL void zl_weigh_bf16(const zl_attention_shape *a, int QB, int fetch, const zl_halfway *h, int64_t positions,
                              zl_seen *seen) {
   const int64_t hd = a->head_dim, stride = (hd + 15) / 16 * 16;
@@ -220,20 +228,22 @@ ZL_KERNEL void zl_all_powers_bf16(int QB, int vectors, zl_halfway *h) {
   }
 }
 
+/* Scores and maxima of QB queries from index i of the tile on the first 16 * vectors positions of a chunk. */
+ZL_KERNEL void zl_begin_bf16(const zl_attention_shape *a, int QB, int vectors, int fetch, const zl_queries *tile,
+                             int64_t i, int64_t c0, const zl_chunk_at *at, zl_halfway *h, zl_seen *seen) {
+  v16f acc[4][4];
+  h->at = at;
+  h->i = i;
+  zl_zero_bf16(QB, vectors, acc);
+  zl_dots_bf16(a, QB, vectors, fetch, tile->pairs + i, at, 0, a->head_dim / 2, acc);
+  zl_tops_bf16(a, QB, vectors, 0, acc, c0, tile, h, seen);
+}
+
 /* QB queries from index i of the tile, one chunk of which `positions` exist, all in the first 16 * vectors */
 ZL_KERNEL void zl_chunk_part_bf16(const zl_attention_shape *a, int QB, int vectors, int fetch, const zl_queries *tile,
                                   int64_t i, int64_t c0, int64_t positions, const zl_chunk_at *at, zl_seen *seen) {
   zl_halfway h;
-  v16f acc[4][4];
-  h.at = at;
-  h.i = i;
-  ZL_UNROLL
-  for (int v = 0; v < vectors; v++) {
-    ZL_UNROLL
-    for (int m = 0; m < QB; m++) acc[v][m] = zl_set(0.0f);
-  }
-  zl_dots_bf16(a, QB, vectors, fetch, tile->pairs + i, at, 0, a->head_dim / 2, acc);
-  zl_tops_bf16(a, QB, vectors, 0, acc, c0, tile, &h, seen);
+  zl_begin_bf16(a, QB, vectors, fetch, tile, i, c0, at, &h, seen);
   zl_all_powers_bf16(QB, vectors, &h);
   h.factor = zl_exp2_low(h.factor, 0);
   zl_weigh_bf16(a, QB, fetch, &h, positions, seen);
@@ -265,15 +275,11 @@ ZL_KERNEL void zl_whole_bf16(const zl_task *t, const zl_attention_shape *a, cons
       v16f acc[4][4];
       h->at = here;
       h->i = i;
-      ZL_UNROLL
-      for (int w = 0; w < 4; w++) {
-        ZL_UNROLL
-        for (int m = 0; m < 4; m++) acc[w][m] = zl_set(0.0f);
-      }
+      zl_zero_bf16(4, 4, acc);
       other->factor = zl_exp2_low(other->factor, 0);
       ZL_NO_UNROLL
       for (int m = 0; m < 4; m++) {
-        const v16f base = zl_set(((const float *)&other->base)[m]);
+        const v16f base = zl_set(other->base[m]);
         zl_powers_bf16(4, other, m, 0, base);
         zl_dots_bf16(a, 4, 4, fetch, tile->pairs + i, here, 2 * m * some, (2 * m + 1) * some, acc);
         zl_powers_bf16(4, other, m, 2, base);
@@ -291,19 +297,6 @@ ZL_KERNEL void zl_whole_bf16(const zl_task *t, const zl_attention_shape *a, cons
   zl_weigh_bf16(a, 4, 0, last, ZL_CHUNK, seen);
 }
 
-/* Scores and maxima of four queries on a chunk of h->positions. */
-ZL_KERNEL void zl_begin_bf16(const zl_attention_shape *a, int vectors, const zl_queries *tile, int64_t c0, zl_halfway *h,
-                             zl_seen *seen) {
-  v16f acc[4][4];
-  ZL_UNROLL
-  for (int v = 0; v < vectors; v++) {
-    ZL_UNROLL
-    for (int m = 0; m < 4; m++) acc[v][m] = zl_set(0.0f);
-  }
-  zl_dots_bf16(a, 4, vectors, 0, tile->pairs + h->i, h->at, 0, a->head_dim / 2, acc);
-  zl_tops_bf16(a, 4, vectors, 0, acc, c0, tile, h, seen);
-}
-
 /* The queries of a tile, four at a time, one chunk that not all of them attend to: the weighted sums of four are
  * computed while the maxima of the next four are folded. */
 ZL_KERNEL void zl_masked_bf16(const zl_attention_shape *a, const zl_queries *tile, int64_t c0, const zl_chunk_at *at,
@@ -319,14 +312,13 @@ ZL_KERNEL void zl_masked_bf16(const zl_attention_shape *a, const zl_queries *til
     if (last < c0 || from >= c0 + ZL_CHUNK) continue;
     zl_halfway *h = &both[n];
     n ^= 1;
-    h->at = at;
-    h->i = i;
     h->positions = last - c0 + 1 < ZL_CHUNK ? last - c0 + 1 : ZL_CHUNK;
     const int64_t vectors = (h->positions + 15) / 16;
-    if (vectors == 1) zl_begin_bf16(a, 1, tile, c0, h, seen);
-    if (vectors == 2) zl_begin_bf16(a, 2, tile, c0, h, seen);
-    if (vectors == 3) zl_begin_bf16(a, 3, tile, c0, h, seen);
-    if (vectors == 4) zl_begin_bf16(a, 4, tile, c0, h, seen);
+    /* a constant in each: what is unrolled by it stays in registers */
+    if (vectors == 1) zl_begin_bf16(a, 4, 1, 0, tile, i, c0, at, h, seen);
+    if (vectors == 2) zl_begin_bf16(a, 4, 2, 0, tile, i, c0, at, h, seen);
+    if (vectors == 3) zl_begin_bf16(a, 4, 3, 0, tile, i, c0, at, h, seen);
+    if (vectors == 4) zl_begin_bf16(a, 4, 4, 0, tile, i, c0, at, h, seen);
     if (other) zl_weigh_bf16(a, 4, 0, other, other->positions, seen);
     h->factor = zl_exp2_low(h->factor, 0);
     if (vectors == 1) zl_all_powers_bf16(4, 1, h);
@@ -338,8 +330,8 @@ ZL_KERNEL void zl_masked_bf16(const zl_attention_shape *a, const zl_queries *til
   if (other) zl_weigh_bf16(a, 4, 0, other, other->positions, seen);
 }
 
-/* zl_span for more queries than ask for the next chunk: whole chunks, before and after them those that queries attend to
- * in part. */
+/* zl_span for more queries than ask for the next chunk: whole chunks, before and after them those that queries attend
+ * to in part. */
 ZL_KERNEL void zl_span_bf16(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, const char *k,
                             const char *v, int64_t c0, int64_t end, int64_t context_end, zl_seen *seen) {
   int64_t from = tile->from[0], last = tile->last[0];
