@@ -18,7 +18,7 @@ double uniform(uint64_t seed, uint64_t draw) { return zl_uniform(seed, draw); }
 void exp_all(const float *x, float *y, int64_t n) { for (int64_t i = 0; i < n; i += 16) zl_store_n(y + i, zl_exp(zl_load_n(x + i, n - i)), n - i); }
 void silu_times_all(const float *x, const float *u, float *y, int64_t n) { for (int64_t i = 0; i < n; i += 16) zl_store_n(y + i, zl_act_times(ZL_ACT_SILU, zl_load_n(x + i, n - i), zl_load_n(u + i, n - i)), n - i); }
 #if defined(ZL_ATTENTION_BF16_H) /* zl_attention.h is among the headers, and its bf16 part */
-void exp2_low_all(const float *x, float *y, int64_t n, int rough) { for (int64_t i = 0; i < n; i += 16) zl_store_n(y + i, rough ? zl_exp2_low(zl_load_n(x + i, n - i), 1) : zl_exp2_low(zl_load_n(x + i, n - i), 0), n - i); }
+void exp2_low_all(const float *x, float *y, int64_t n) { for (int64_t i = 0; i < n; i += 16) zl_store_n(y + i, zl_exp2_low(zl_load_n(x + i, n - i)), n - i); }
 #endif
 void sincos_all(const float *x, float *s, float *c, int64_t n) { for (int64_t i = 0; i < n; i++) zl_sincos(x[i], s + i, c + i); }
 void dots(const uint8_t *u, const int8_t *s, int32_t *wide, int32_t *narrow) {

@@ -96,18 +96,25 @@ def test_f32_logits_match_the_reference(f32: CompileResult, goldens: dict[str, A
 def test_int8_is_at_least_as_close_as_llama_cpp(
     int8: CompileResult, goldens: dict[str, Any]
 ) -> None:
-    """Teacher forced along the float32 path: agreement per prompt, and logit error."""
+    """Teacher forced along the float32 path: agreement over all prompts, and logit error.
+
+    In a prompt alone the count is a matter of one or two near ties, of less than 0.2 nats.
+    """
     ours: list[float] = []
     theirs: list[float] = []
+    agreement, their_agreement = 0, 0
     with runner_of(int8) as runner:
         for want in goldens["transformers-fp32"]["results"]:
             ids = want["prompt_ids"]
             logits, _ = runner.forward([*ids, *want["greedy_ids"][:-1]])
             chosen = logits[len(ids) - 1 :].argmax(-1)
-            agreement = int((chosen == np.asarray(want["greedy_ids"])).sum())
-            assert agreement >= 61, want["prompt"]
+            agreement += int((chosen == np.asarray(want["greedy_ids"])).sum())
+            matched, _, of = want["vs_llamacpp"]["teacher_forced_argmax_match"].partition("/")
+            assert int(of) == len(chosen)
+            their_agreement += int(matched)
             ours += top5_error(logits, want)
             theirs += want["vs_llamacpp"]["max_abs_logit_diff_on_llamacpp_top5_at_positions"]
+    assert agreement >= their_agreement
     assert float(np.mean(ours)) <= float(np.mean(theirs))
     assert max(ours) <= max(theirs)
 

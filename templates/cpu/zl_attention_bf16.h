@@ -16,16 +16,15 @@
 #error "a bf16 cache needs AVX512-BF16; the kernel table must not have chosen it"
 #endif
 
-/* 2^x for x <= 0, relative error 3e-6, of `rough` 1.1e-4, an eighteenth of what bf16 rounds off; -inf -> 0, NaN stays
- * NaN (measured by tests/test_cpu_kernels_attention.py).  2^0 is 1 exactly: a chunk of which a query sees nothing,
+/* 2^x for x <= 0, relative error 3e-6; -inf -> 0, NaN stays NaN (measured by tests/test_cpu_kernels_attention.py).  2^0 is 1 exactly: a chunk of which a query sees nothing,
  * because only others of its tile do, leaves that query's sums as they are. */
-ZL_KERNEL v16f zl_exp2_low(v16f x, int rough) {
+ZL_KERNEL v16f zl_exp2_low(v16f x) {
   x = zl_max(zl_set(-200.0f), x);
   v16f n = zl_round_even(x), f = x - n;
-  v16f p = zl_set(rough ? 0x1.c2a216p-5f : 0x1.3a02ccp-7f);
-  if (!rough) p = zl_fma(p, f, zl_set(0x1.c9fc46p-5f));
-  p = zl_fma(p, f, zl_set(rough ? 0x1.f00c4ep-3f : 0x1.ec0378p-3f));
-  p = zl_fma(p, f, zl_set(rough ? 0x1.62f5fap-1f : 0x1.62e12cp-1f));
+  v16f p = zl_set(0x1.3a02ccp-7f);
+  p = zl_fma(p, f, zl_set(0x1.c9fc46p-5f));
+  p = zl_fma(p, f, zl_set(0x1.ec0378p-3f));
+  p = zl_fma(p, f, zl_set(0x1.62e12cp-1f));
   p = zl_fma(p, f, zl_set(1.0f));
   return zl_scale2(p, n);
 }
@@ -156,8 +155,8 @@ ZL_KERNEL void zl_tops_bf16(const zl_attention_shape *a, int QB, int vectors, in
 /* Scores v and v + 1 of query m -> probabilities in bf16, masked positions 0, and their sum. */
 ZL_KERNEL void zl_powers_bf16(int vectors, zl_halfway *h, int m, int v, v16f base) {
   const v16i ones = (v16i){0} + 0x3f803f80; /* pairs of 1 */
-  const v16f low = zl_exp2_low(h->s[m][v] - base, 1);
-  const v16i pair = zl_to_pairs(low, v + 1 < vectors ? zl_exp2_low(h->s[m][v + 1] - base, 1) : zl_set(0.0f));
+  const v16f low = zl_exp2_low(h->s[m][v] - base);
+  const v16i pair = zl_to_pairs(low, v + 1 < vectors ? zl_exp2_low(h->s[m][v + 1] - base) : zl_set(0.0f));
   memcpy(h->p[m] + 16 * v, &pair, 64);
   h->total[m] = zl_dot_pairs(v ? h->total[m] : zl_set(0.0f), pair, ones); /* of the rounded ones */
 }
@@ -245,7 +244,7 @@ ZL_KERNEL void zl_chunk_part_bf16(const zl_attention_shape *a, int QB, int vecto
   zl_halfway h;
   zl_begin_bf16(a, QB, vectors, fetch, tile, i, c0, at, &h, seen);
   zl_all_powers_bf16(QB, vectors, &h);
-  h.factor = zl_exp2_low(h.factor, 0);
+  h.factor = zl_exp2_low(h.factor);
   zl_weigh_bf16(a, QB, fetch, &h, positions, seen);
 }
 
@@ -276,7 +275,7 @@ ZL_KERNEL void zl_whole_bf16(const zl_task *t, const zl_attention_shape *a, cons
       h->at = here;
       h->i = i;
       zl_zero_bf16(4, 4, acc);
-      other->factor = zl_exp2_low(other->factor, 0);
+      other->factor = zl_exp2_low(other->factor);
       ZL_NO_UNROLL
       for (int m = 0; m < 4; m++) {
         const v16f base = zl_set(other->base[m]);
@@ -292,7 +291,7 @@ ZL_KERNEL void zl_whole_bf16(const zl_task *t, const zl_attention_shape *a, cons
   }
   if (!any) return;
   zl_halfway *last = &both[n ^ 1];
-  last->factor = zl_exp2_low(last->factor, 0);
+  last->factor = zl_exp2_low(last->factor);
   zl_all_powers_bf16(4, 4, last);
   zl_weigh_bf16(a, 4, 0, last, ZL_CHUNK, seen);
 }
@@ -320,7 +319,7 @@ ZL_KERNEL void zl_masked_bf16(const zl_attention_shape *a, const zl_queries *til
     if (vectors == 3) zl_begin_bf16(a, 4, 3, 0, tile, i, c0, at, h, seen);
     if (vectors == 4) zl_begin_bf16(a, 4, 4, 0, tile, i, c0, at, h, seen);
     if (other) zl_weigh_bf16(a, 4, 0, other, other->positions, seen);
-    h->factor = zl_exp2_low(h->factor, 0);
+    h->factor = zl_exp2_low(h->factor);
     if (vectors == 1) zl_all_powers_bf16(4, 1, h);
     if (vectors == 2) zl_all_powers_bf16(4, 2, h);
     if (vectors == 3) zl_all_powers_bf16(4, 3, h);
