@@ -396,6 +396,7 @@ def _defines(program: Program, module: _Module, shared: Injector) -> list[tuple[
         ("ZL_LAYERS", "layers", program.n_layers),
         ("ZL_SCRATCH_BYTES", "scratch of one thread", module.scratch),
         ("ZL_MAX_HEAD_DIM", "largest head, padded to 16", _largest_head(program)),
+        ("ZL_SCREEN_ROWS", "most logit rows of a step that is screened", SCREEN_ROWS),
     ]
     for name, _, value in plan:
         shared.constant(name, value, "plan")

@@ -315,7 +315,7 @@ def _row(k: _Kernel, suffix: str, features: frozenset[str], constraint: Check) -
 
 ROWS: tuple[KernelRow, ...] = _rows()
 
-#: the most logit rows of a step that is screened: ZL_SCREEN_ROWS in zl_task.h
+#: the most logit rows of a step that is screened; modules get it as ZL_SCREEN_ROWS
 SCREEN_ROWS = 8
 
 

@@ -22,8 +22,8 @@ from .facts import Target
 from .injection import Injector
 from .program import BufferKind, EntryPoint, KernelCall, Program
 
-#: share of a screened projection that a greedy step computes from the floats: above what was
-#: measured (SmolLM2 0.2 %, Gaussian weights of 32000 x 2048 2.2 %)
+#: share of a screened projection that a greedy step computes from the floats: above what text
+#: leaves (SmolLM2 0.2 %) and Gaussian weights of 32,000 x 2,048 (2.5 %)
 EXACT_SHARE = 1 / 32
 #: what one more phase of a step costs: a barrier of the team, and the bounds
 PHASE_S = 5e-6

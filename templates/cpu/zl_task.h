@@ -26,8 +26,9 @@
 #define ZL_SCRATCH_BYTES 0 /* per thread; the largest cpu_rows.scratch_bytes() of the module's calls */
 #endif
 
-/* Most logit rows of a step that is screened (zl_screen.h); more rows compute for longer than they read. */
-#define ZL_SCREEN_ROWS 8
+#ifndef ZL_SCREEN_ROWS
+#define ZL_SCREEN_ROWS 8 /* cpu_rows.SCREEN_ROWS: more logit rows compute for longer than they read (zl_screen.h) */
+#endif
 
 #if defined(__AVX512BW__) /* x86-64-v4 tuning would split vectors into halves without being told */
 #define ZL_KERNEL static inline __attribute__((always_inline, min_vector_width(512)))
