@@ -123,12 +123,13 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
             f"quantize {choices.quantize} changes nothing: no weight of the file has more bits"
         )
     _warn_not_quantized(graph, choices.quantize, warnings)
-    if choices.screen_head == "on" and not _is_screened(graph):
-        warnings.add(f"screen-head on changes nothing: {why_not(graph) or NO_SCREEN_KERNEL}")
     with progress.stage("lower"):
         program = _program(request, choices, model, graph)
         need = memory_need(program)
         predicted = _predictions(program, request.target)
+    if choices.screen_head == "on" and not _is_screened(program):
+        why = why_not(graph) or "the target has no kernel for it"
+        warnings.add(f"screen-head on changes nothing: {why}")
     with progress.stage("kernels") as stage:
         binaries = family.build(
             program, request.target, cache=_noted(cache, stage), work_dir=cache.directory
@@ -398,12 +399,9 @@ def _requantized(graph: ir.Model) -> bool:
     return any("quantized to" in v.metadata_props.get("transform", "") for v in values)
 
 
-NO_SCREEN_KERNEL = "the target has no kernel for it"
-
-
-def _is_screened(graph: ir.Model) -> bool:
+def _is_screened(program: Program) -> bool:
     """Whether greedy steps look at a copy of the output projection first."""
-    return any(n.op_type.startswith("HeadBounds") for n in graph.graph)
+    return any(c.op == "HeadBounds" for e in program.entry_points for c in e.calls)
 
 
 def _program(
@@ -426,8 +424,7 @@ def _predictions(program: Program, target: Target) -> Predictions:
     step = program.kv is not None
     decode = roofline.predict(program, target)
     prefill = roofline.predict(program, target, tokens=program.bound("T")) if step else None
-    screened = any(c.op == "HeadBounds" for e in program.entry_points for c in e.calls)
-    sampled = roofline.predict(program, target, greedy=False) if screened else None
+    sampled = roofline.predict(program, target, greedy=False) if _is_screened(program) else None
     return Predictions(decode, prefill, sampled)
 
 

@@ -287,7 +287,6 @@ def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Co
         return tile_bytes
     if row.op == "HeadBounds":
         injector.derive("prefetch_bytes", _PREFETCH_BYTES)
-        injector.constant("screen_rows", SCREEN_ROWS, "zl_task.h")
         return 0
     if row.function.endswith("_bf16"):  # zl_bf16_tokens
         tile_bytes = _tile_bytes(injector)

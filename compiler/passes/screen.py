@@ -103,13 +103,13 @@ def _copy(model: ir.Model, weight: ir.Value, head: Head) -> tuple[ir.Value, ir.V
     def load_copy() -> ir.TensorProtocol:
         out = np.empty((head.rows, row_bytes), np.uint8)
         for start, x in _rows(tensor.numpy(), head):
-            out[start : start + len(x)] = encode(x)[0]
+            out[start : start + len(x)] = copy_of(x)[2]
         return ir.Tensor(out, name=copy.name)
 
     def load_norms() -> ir.TensorProtocol:
         out = np.empty((2, head.rows), np.float32)
         for start, x in _rows(tensor.numpy(), head):
-            out[:, start : start + len(x)] = encode(x)[1]
+            out[:, start : start + len(x)] = norms_of(*copy_of(x))
         return ir.Tensor(out, name=norms.name)
 
     copy, norms = ir.Value(name=f"{weight.name}.int8"), ir.Value(name=f"{weight.name}.norms")
@@ -129,25 +129,36 @@ def _rows(stored: npt.NDArray[np.generic], head: Head) -> Iterator[tuple[int, F3
         yield start, dequantize_tensor(stored[start : start + step], head.format)
 
 
-def encode(x: F32) -> tuple[npt.NDArray[np.uint8], F32]:
-    """``x`` [N, K] -> its copy, uint8 [N, row_bytes], and float32 [2, N]: the Euclidean norms of
-    the copy's error and of the rows, not below the exact ones.
+def copy_of(x: F32) -> tuple[npt.NDArray[np.bool_], F32, npt.NDArray[np.uint8]]:
+    """``x`` [N, K] -> which rows the copy holds, those rows (zeros for the others), and the copy,
+    uint8 [N, row_bytes].
 
-    A row that Q8_0 cannot hold (not finite, too large) is zero in the copy and its norms are
-    infinite: it will always be computed from the floats.
+    A row that Q8_0 cannot hold (not finite, too large) is zero in the copy.
     """
     with np.errstate(invalid="ignore"):
         fits = np.abs(x).max(axis=1) < _LARGEST
     kept = np.where(fits[:, None], x, np.float32(0))
-    raw = formats.quantize(COPY, kept)
+    return fits, kept, formats.quantize(COPY, kept)
+
+
+def norms_of(fits: npt.NDArray[np.bool_], kept: F32, copy: npt.NDArray[np.uint8]) -> F32:
+    """float32 [2, N]: the Euclidean norms of the copy's error and of the rows, not below the exact
+    ones; infinite for a row that the copy does not hold, which is always computed from the floats.
+    """
     exact = kept.astype(np.float64)
-    error = exact - formats.dequantize(COPY, raw)
-    out = np.empty((2, len(x)), np.float32)
+    error = exact - formats.dequantize(COPY, copy)
+    out = np.empty((2, len(kept)), np.float32)
     for i, part in enumerate((error, exact)):
         # column by column: the same bits whatever vectors numpy adds with
-        squares = np.zeros(len(x))
+        squares = np.zeros(len(kept))
         for column in np.ascontiguousarray(part.T):
             squares += column * column
         norm = np.sqrt(squares) * (1 + 2.0**-20)
         out[i] = np.where(fits, np.nextafter(norm.astype(np.float32), np.float32(np.inf)), np.inf)
-    return raw, out
+    return out
+
+
+def encode(x: F32) -> tuple[npt.NDArray[np.uint8], F32]:
+    """``x`` [N, K] -> its copy and the norms."""
+    fits, kept, copy = copy_of(x)
+    return copy, norms_of(fits, kept, copy)
