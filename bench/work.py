@@ -5,7 +5,7 @@ In: an artifact.  Out: :class:`Work`.  Next file: ``results.py``.
 Counted are the bytes that a step must fetch from memory, weights with their scales and the KV
 cache, and the operations of its kernels, attention at its true context.  Activations are counted
 apart: they stay in the caches.  The benchmarks are greedy: of a screened output projection a step
-reads the int8 copy; the few groups that it then computes from the floats are not counted.
+reads the int8 copy or the upper bits; the few groups that it then computes are not counted.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+#: operators of which a greedy step computes next to nothing
+_SCREENED = ("ScreenedLinear", "ScreenedSplitLinear")
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,9 @@ def work(manifest: dict[str, Any]) -> Work:
     calls = tuple(
         Call(
             group(c),
-            0 if c["op"] == "ScreenedLinear" else c["weight_bytes"],
+            0 if c["op"] in _SCREENED else c["weight_bytes"],
             c["activation_bytes_per_row"],
-            0 if c["op"] == "ScreenedLinear" else c["flops_per_row"],
+            0 if c["op"] in _SCREENED else c["flops_per_row"],
             "Attention" in c["op"],
             c["rows"] in ("R", "S"),
         )

@@ -320,8 +320,9 @@ def compile_command(
     screen_head: Annotated[
         ScreenHead | None,
         typer.Option(
-            help="Greedy steps read an int8 copy of a float output projection first; default: auto,"
-            " where the target gains by it."
+            help="Greedy steps tell by fewer bits which logits they have to compute: by an int8"
+            " copy of a float output projection, by six bits of an 8-bit one; default: auto, where"
+            " the target gains by it."
         ),
     ] = None,
     max_context: Annotated[

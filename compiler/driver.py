@@ -25,7 +25,7 @@ from zerolayer.runtime_stub.template import bounded, compile_template
 from zerolayer.targets import families, roofline
 from zerolayer.targets.facts import Target
 from zerolayer.targets.kernels import KernelQuery, select
-from zerolayer.targets.program import BufferKind, Program
+from zerolayer.targets.program import BOUNDS, BufferKind, Program
 
 from .artifact.loader_sources import loader_members
 from .artifact.manifest import (
@@ -48,7 +48,7 @@ from .numerics.verify import GateInputs, Verified, cannot_run, verify_weights
 from .pack import weight_entries
 from .passes import PASSES, PassOptions, run_passes
 from .passes.options import Head
-from .passes.screen import COPY, why_not
+from .passes.screen import screening_format, why_not
 from .progress import Progress, Stage
 from .report import CompileResult, Predictions, Warnings
 
@@ -342,10 +342,10 @@ def _passes(
         if choices.screen_head != "auto":
             return choices.screen_head == "on"
         packed = families.family(target.family).packed_bytes
-        floats = packed("rows16", head.format, head.rows, head.columns)
-        copy = packed("rows16", COPY, head.rows, head.columns)
+        whole = packed("rows16", head.format, head.rows, head.columns)
+        read = packed("rows16", screening_format(head), head.rows, head.columns)
         flops = 2 * head.rows * head.columns
-        return roofline.screening_saves(target, floats, copy, flops, head.activations) > 0
+        return roofline.screening_saves(target, whole, read, flops, head.activations) > 0
 
     options = PassOptions(
         quantize=choices.quantize,  # type: ignore[arg-type]
@@ -401,7 +401,7 @@ def _requantized(graph: ir.Model) -> bool:
 
 def _is_screened(program: Program) -> bool:
     """Whether greedy steps look at a copy of the output projection first."""
-    return any(c.op == "HeadBounds" for e in program.entry_points for c in e.calls)
+    return any(c.op in BOUNDS for e in program.entry_points for c in e.calls)
 
 
 def _program(
@@ -442,7 +442,10 @@ def _quantization(
             TensorQuantization(
                 tensor=b.name,
                 sources=tuple(names),
-                source_formats=tuple(formats.get(s, b.format) for s in b.source),
+                source_formats=tuple(
+                    formats.get(s, initializers[s].metadata_props.get("source_format", b.format))
+                    for s in b.source
+                ),
                 stored_format=b.format,
                 layout=b.layout,
             )

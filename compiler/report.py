@@ -14,7 +14,7 @@ from typing import Any
 
 from zerolayer.runtime_stub.errors import UnsupportedError
 from zerolayer.targets.facts import Target
-from zerolayer.targets.program import BufferKind, Program
+from zerolayer.targets.program import BOUNDS, BufferKind, Program
 from zerolayer.targets.roofline import Prediction
 
 from .frontends.config import LoadedModel
@@ -100,9 +100,9 @@ class CompileResult:
             ("memory", self._memory()),
         ]
         copies = [c.weight_bytes for e in self.program.entry_points for c in e.calls
-                  if c.op == "HeadBounds"]  # fmt: skip
+                  if c.op in BOUNDS]  # fmt: skip
         if copies:
-            text = f"screened: a greedy step reads {mib(copies[0])} of int8 before its floats"
+            text = f"screened: {mib(copies[0])} tell a greedy step which logits it has to compute"
             rows.append(("head", text))
         rows.append(("predicted", self._predicted()))
         rows.append(("numerics", self._numerics()))

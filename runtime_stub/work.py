@@ -5,8 +5,8 @@ In: the manifest, a traced :class:`Step`.  Out: :class:`Work` for each call.  Ne
 
 As in the compiler's roofline: weights are read once per call, keys and values once per sequence,
 attention computes with every position that a token sees.  Activations are counted apart, because
-they stay in the caches.  Of a screened output projection (``HeadBounds``, ``ScreenedLinear``) a
-step has read the copy and what it computed from the floats, or the floats alone.
+they stay in the caches.  Of a screened output projection (its bounds and what follows
+them) a step has read what the bounds are told from and what it computed, or the projection alone.
 """
 
 from __future__ import annotations
@@ -80,9 +80,13 @@ def _seen(sequences: list[tuple[int, int]], window: int) -> tuple[int, int]:
 def _screened(call: dict[str, Any], step: Step, rows: int) -> float:
     """The share of a call's weights and operations that the step had: 1 for most calls."""
     op, outputs = call.get("op"), (call.get("constants") or {}).get("N")
-    if op == "HeadBounds":
+    if op in ("HeadBounds", "SplitBounds"):
         return 1.0 if rows else 0.0
-    if op == "ScreenedLinear" and step.exact_groups is not None and isinstance(outputs, int):
+    if (
+        op in ("ScreenedLinear", "ScreenedSplitLinear")
+        and step.exact_groups is not None
+        and isinstance(outputs, int)
+    ):
         return min(1.0, 16 * step.exact_groups / max(outputs, 1))
     return 1.0
 
@@ -110,7 +114,7 @@ def work_of(
             flops = call.get("flops_per_row", 0) * attended
             inputs = [name for name in call.get("inputs") or () if isinstance(name, str)]
             moved += read * sum(caches.get(name, 0) for name in inputs)
-        elif call.get("op") == "Embed":
+        elif call.get("op") in ("Embed", "SplitEmbed"):
             moved, activations = moved + activations, 0
         out.append(Work(moved, activations, flops, _kind(call)))
     return out

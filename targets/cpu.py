@@ -44,7 +44,7 @@ from .facts import Target
 from .families import Binaries, Cache, Family
 from .injection import NOTE_SECTION, NOTE_TYPE, Injection, Injector
 from .kernels import KernelRow
-from .program import Buffer, BufferKind, Constant, EntryPoint, KernelCall, Program
+from .program import BOUNDS, Buffer, BufferKind, Constant, EntryPoint, KernelCall, Program
 
 SOURCES = Path(templates.__path__[0]) / "cpu"
 DECODED = "decoded_f32"
@@ -184,7 +184,7 @@ class _Module:
         """The call that bounds the logits, its rows' symbol and its result's operand; None without
         one."""
         for i, call in enumerate(self.entry.calls):
-            if _BY_ID[call.row].op == "HeadBounds":
+            if _BY_ID[call.row].op in BOUNDS:
                 symbol = self.symbol(call.rows)
                 return {"call": i, "symbol": symbol, "bounds": self.operand(call.outputs[0])}
         return None
@@ -233,7 +233,7 @@ class _Module:
 _STREAMING = frozenset(
     {
         "ActLinear", "GatedLinear", "GatedLinearQuantizeInt8", "HeadBounds", "Linear", "LinearAdd",
-        "QkvRopeCache",
+        "QkvRopeCache", "SplitBounds",
     }
 )  # fmt: skip
 
@@ -253,7 +253,7 @@ _BY_ROWS = frozenset(
     {
         "Add", "Div", "Embed", "Gather", "Gelu", "LayerNormQuantizeInt8", "LayerNormalization",
         "Mul", "QuantizeInt8", "RMSNormalization", "Relu", "RmsNormQuantizeInt8", "RopeTable",
-        "Sub", "Swish",
+        "SplitEmbed", "Sub", "Swish",
     }
 )  # fmt: skip
 _SOLO_WIDTH = 16384

@@ -22,6 +22,8 @@ advances 16 rows by 4 columns. Codes narrower than a byte are stored as planes:
     Q5_0            d f16[16], nibbles, bits (code bit 4)
     Q5_1            d f16[16], m f16[16], nibbles, bits (code bit 4)
     Q8_0            d f16[16], 8 x 64 bytes (q + 128)
+    Q8_HIGH         d f16[16], nibbles (bits 2 to 5 of q + 128), crumbs (bits 6, 7)
+    Q8_LOW          d f16[16], crumbs (bits 0, 1 of q + 128)
     Q4_K            d f16[16], dmin f16[16], scales, mins, 8 x nibbles               per 256 columns
     Q5_K            d f16[16], dmin f16[16], scales, mins, 8 x (nibbles, bits)
     Q6_K            d f16[16], scales i8[16 groups][16], 8 x (nibbles, crumbs (code bits 4, 5))
@@ -222,6 +224,15 @@ def _parts_q8_0(p: Components) -> list[U8]:
     return [_halves(p.d), v.reshape(*v.shape[:2], 512)]
 
 
+def _parts_q8_high(p: Components) -> list[U8]:
+    v = _vectors(p.codes)
+    return [_halves(p.d), _nibbles(_down(v, 2)), _crumbs(_down(v, 6))]
+
+
+def _parts_q8_low(p: Components) -> list[U8]:
+    return [_halves(p.d), _crumbs(_vectors(p.codes))]
+
+
 def _parts_q4_q5_k(p: Components) -> list[U8]:
     assert p.scales is not None and p.mins is not None
     v = _vectors(p.codes)
@@ -271,6 +282,8 @@ _BLOCK_PARTS = {
     "Q5_1": _parts_small,
     "IQ4_NL": _parts_small,
     "Q8_0": _parts_q8_0,
+    "Q8_HIGH": _parts_q8_high,
+    "Q8_LOW": _parts_q8_low,
     "Q4_K": _parts_q4_q5_k,
     "Q5_K": _parts_q4_q5_k,
     "Q6_K": _parts_q6_k,

@@ -27,6 +27,7 @@ BLOCK = frozenset({
 })  # fmt: skip
 FORMATS = PLAIN | BLOCK
 BF16 = frozenset({"BF16"})
+HALVES = (frozenset({"Q8_HIGH"}), frozenset({"Q8_LOW"}))
 
 #: instruction-set levels, best first: (suffix of the row id, target features the code needs)
 LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
@@ -141,6 +142,7 @@ _QKV = (
 class _Kernel:
     """A row before it is repeated per level; ``floats`` is the form for f32 and bf16 activations.
     ``kinds``: what the operator's name calls its activations, where the kernel makes int8 of them.
+    ``each``: the formats of each weight, where they differ.
     """
 
     op: str
@@ -152,6 +154,7 @@ class _Kernel:
     formats: frozenset[str] = FORMATS
     constraint: Check = _ANY
     kinds: frozenset[str] = frozenset()
+    each: tuple[frozenset[str], ...] = ()
 
 
 def _linear_kernels() -> list[_Kernel]:
@@ -180,6 +183,10 @@ def _linear_kernels() -> list[_Kernel]:
     out += [
         _Kernel("HeadBounds", "zl_screen.h", "zl_head_bounds", ("N", "K", "activation_kind"), 1,
                 "int8", frozenset({"Q8_0"}), _short_rows, frozenset({"f32", "bf16"})),
+        _Kernel("SplitBounds", "zl_screen_split.h", "zl_split_bounds_int8", ("N", "K"), 1, "int8",
+                HALVES[0], _short_rows),
+        _Kernel("ScreenedSplitLinear", "zl_screen_split.h", "zl_screened_split_linear_int8",
+                ("N", "K"), 2, "int8", constraint=_short_rows, each=HALVES),
         _Kernel("ScreenedLinear", "zl_screen.h", "zl_screened_linear_bf16", ("N", "K"), 1, "bf16",
                 BF16),
         _Kernel("ScreenedLinear", "zl_screen.h", "zl_screened_linear_float",
@@ -220,6 +227,7 @@ def _linear_kernels() -> list[_Kernel]:
 _KERNELS: tuple[_Kernel, ...] = (
     *_linear_kernels(),
     _Kernel("Embed", "zl_embed.h", "zl_embed", ("C", "scale", "format"), 1),
+    _Kernel("SplitEmbed", "zl_embed.h", "zl_split_embed", ("C", "scale"), 2, each=HALVES),
     _Kernel("QuantizeInt8", "zl_norm.h", "zl_quantize_int8", ("C",), constraint=_multiple("C", 32)),
     _Kernel(
         "RmsNormQuantizeInt8",
@@ -304,7 +312,7 @@ def _row(k: _Kernel, suffix: str, features: frozenset[str], constraint: Check) -
         header=k.header,
         function=k.function,
         constants=k.constants,
-        formats=(k.formats,) * k.weights,
+        formats=k.each or (k.formats,) * k.weights,
         activations=frozenset(kinds),
         features=features,
         weight_layout=("rows16",) * k.weights,

@@ -21,12 +21,17 @@ A row of K elements is K / ``block_elems`` blocks in order.  For every format, w
     Q5_K     0..31    0    256    32  d * scales[g]    -(dmin * mins[g])    6-bit scales and mins
     Q6_K     0..63   32    256    16  d * scales[g]    0                    8-bit signed scales
     IQ4_NL   0..15    -     32    32  d                0                    w = d * VALUES[code]
+    Q8_HIGH  0..252 126.5   32    32  d                0                    codes are fours
+    Q8_LOW    0..3  1.5     32    32  d                0
 
 ``d``, ``m`` and ``dmin`` are float16, one per block; ``scales`` and ``mins`` are integers, one per
 group; VALUES is ``IQ4_NL_VALUES``.  Each product above has at most 24 significant bits (11 of a
 half, 6 to 8 of a sub-scale, 2 to 8 of a code), so it is exact in float32 and only the final
 addition rounds: fused multiply-add gives the same bits as multiply and add, and folding
 ``zero_point`` into ``min`` changes nothing.
+
+Q8_HIGH and Q8_LOW are no file's: :func:`split_q8_0` makes them, the upper six and the lower two
+bits of a Q8_0 code, each with the scale; their values add up to Q8_0's exactly.
 """
 
 from __future__ import annotations
@@ -56,9 +61,10 @@ class BlockFormat:
     block_bytes: int
     code_bits: int
     group: int
-    zero_point: int = 0
+    zero_point: float = 0
     has_min: bool = False
     sub_scales: bool = False  # K-quants: integer scales per group under a half per block
+    part_of: str = ""  # the format of files whose bits these are some of
 
     @property
     def bits_per_weight(self) -> float:
@@ -80,9 +86,14 @@ FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
             BlockFormat("Q5_K", 256, 176, 5, 32, has_min=True, sub_scales=True),
             BlockFormat("Q6_K", 256, 210, 6, 16, zero_point=32, sub_scales=True),
             BlockFormat("IQ4_NL", 32, 18, 4, 32),
+            BlockFormat("Q8_HIGH", 32, 26, 6, 32, zero_point=126.5, part_of="Q8_0"),
+            BlockFormat("Q8_LOW", 32, 10, 2, 32, zero_point=1.5, part_of="Q8_0"),
         )
     }
 )
+
+FILE_FORMATS = tuple(name for name, f in FORMATS.items() if not f.part_of)
+"""Block formats that a model file can have."""
 
 PLAIN: Mapping[str, int] = MappingProxyType({"F32": 4, "F16": 2, "BF16": 2})
 """Unquantized formats and the bytes of one element."""
@@ -390,6 +401,23 @@ def _unpack_q6_k(fmt: BlockFormat, x: U8) -> Components:
     return Components(fmt, _flat(codes), _half(x, 208), scales=_flat(scales).view(np.int8))
 
 
+def _two_bits(x: U8) -> U8:
+    """[N, nb, 8] bytes -> [N, nb, 32] codes of two bits: element i of byte i % 8, at 2 (i / 8)."""
+    codes = np.empty((*x.shape[:2], 4, 8), dtype=np.uint8)
+    for i in range(4):
+        codes[:, :, i] = (x >> np.uint8(2 * i)) & np.uint8(3)
+    return codes.reshape(*x.shape[:2], 32)
+
+
+def _unpack_q8_high(fmt: BlockFormat, x: U8) -> Components:
+    codes = (_nibbles(x[:, :, 2:18]) << np.uint8(2)) | (_two_bits(x[:, :, 18:]) << np.uint8(6))
+    return Components(fmt, _flat(codes), _half(x, 0))
+
+
+def _unpack_q8_low(fmt: BlockFormat, x: U8) -> Components:
+    return Components(fmt, _flat(_two_bits(x[:, :, 2:])), _half(x, 0))
+
+
 _UNPACK: Mapping[str, Callable[[BlockFormat, U8], Components]] = MappingProxyType(
     {
         "Q4_0": _unpack_q4_0,
@@ -403,6 +431,8 @@ _UNPACK: Mapping[str, Callable[[BlockFormat, U8], Components]] = MappingProxyTyp
         "Q5_K": _unpack_q5_k,
         "Q6_K": _unpack_q6_k,
         "IQ4_NL": _unpack_q4_0,  # the same bytes; the codes index IQ4_NL_VALUES
+        "Q8_HIGH": _unpack_q8_high,
+        "Q8_LOW": _unpack_q8_low,
     }
 )
 
@@ -463,3 +493,21 @@ def _quantize_q8_0(x: F32) -> U8:
 _QUANTIZE: Mapping[str, Callable[[F32], U8]] = MappingProxyType(
     {"Q4_0": _quantize_q4_0, "Q4_1": _quantize_q4_1, "Q8_0": _quantize_q8_0}
 )
+
+
+def _pack_two_bits(codes: U8) -> U8:
+    """codes [.., 32] -> [.., 8], the inverse of :func:`_two_bits`."""
+    part = [codes[..., 8 * i : 8 * i + 8] << np.uint8(2 * i) for i in range(4)]
+    packed: U8 = part[0] | part[1] | part[2] | part[3]
+    return packed
+
+
+def split_q8_0(raw: U8) -> tuple[U8, U8]:
+    """``raw`` uint8 [N, row_bytes] of Q8_0 -> the same rows as Q8_HIGH and as Q8_LOW."""
+    blocks = raw.reshape(raw.shape[0], -1, FORMATS["Q8_0"].block_bytes)
+    scale, codes = blocks[:, :, :2], blocks[:, :, 2:] ^ np.uint8(128)  # signed -> + 128
+    upper = codes >> np.uint8(2)
+    nibbles = (upper[:, :, :16] & np.uint8(15)) | (upper[:, :, 16:] << np.uint8(4))
+    high = np.concatenate([scale, nibbles, _pack_two_bits(upper >> np.uint8(4))], axis=2)
+    low = np.concatenate([scale, _pack_two_bits(codes & np.uint8(3))], axis=2)
+    return high.reshape(len(raw), -1), low.reshape(len(raw), -1)

@@ -32,6 +32,13 @@ DTYPE_BYTES = {
     "f32": 4, "f16": 2, "bf16": 2, "i8": 1, "u8": 1, "i32": 4, "i64": 8, "bool": 1, "f64": 8,
 }  # fmt: skip
 
+#: operators that read the rows of a table that tokens name, not all of it
+EMBEDS = frozenset({"Embed", "SplitEmbed"})
+#: operators that say which outputs can be a row's largest, for a greedy step alone
+BOUNDS = frozenset({"HeadBounds", "SplitBounds"})
+#: operators of which a greedy step computes the few outputs that can be the largest
+SCREENED = frozenset({"ScreenedLinear", "ScreenedSplitLinear"})
+
 
 @dataclass(frozen=True)
 class Buffer:

@@ -9,8 +9,8 @@ are read once per call; activations of a step stay in cache unless they are larg
 count as bytes only then; attention reads the KV of the context.  The figure is a bound for the
 machine that the target's facts describe, not a promise.
 
-A greedy step reads the int8 copy of a screened output projection and a small share of the floats,
-any other step the floats alone (``templates/cpu/zl_screen.h``).
+Of a screened output projection a greedy step reads an int8 copy or the upper bits and computes a
+small share of the outputs, any other step all (``templates/cpu/zl_screen.h``).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 from .facts import Target
 from .injection import Injector
-from .program import BufferKind, EntryPoint, KernelCall, Program
+from .program import BOUNDS, EMBEDS, SCREENED, BufferKind, EntryPoint, KernelCall, Program
 
-#: share of a screened projection that a greedy step computes from the floats: above what text
-#: leaves (SmolLM2 0.2 %) and Gaussian weights of 32,000 x 2,048 (2.5 %)
+#: share of a screened projection that a greedy step computes: above what text leaves (SmolLM2 0.2 %
+#: of floats, 0.5 % of Q8_0) and Gaussian floats of 32,000 x 2,048 (2.5 %)
 EXACT_SHARE = 1 / 32
 #: what one more phase of a step costs: a barrier of the team, and the bounds
 PHASE_S = 5e-6
@@ -125,20 +125,21 @@ def _kind(call: KernelCall) -> str:
     return next((k for k in ("int8", "bf16") if f".{k}." in call.row), "")
 
 
-def screening_saves(target: Target, floats: int, copy: int, flops: int, kind: str) -> float:
+def screening_saves(target: Target, whole: int, read: int, flops: int, kind: str) -> float:
     """Seconds of a greedy step for one sequence that screening an output projection saves, from the
-    bytes of the floats and of their int8 copy and the operations of either; below 0: it costs."""
+    bytes of all of it and of what says which outputs can win, and the operations of either; below
+    0: it costs."""
     rates = _rates(Injector(target, "roofline"), target)
-    whole = max(floats / rates.bytes, flops / rates.ops[kind])
-    bounds = max(copy / rates.bytes, flops / rates.ops["int8"])
-    return whole - bounds - EXACT_SHARE * whole - PHASE_S
+    exact = max(whole / rates.bytes, flops / rates.ops[kind])
+    bounds = max(read / rates.bytes, flops / rates.ops["int8"])
+    return exact - bounds - EXACT_SHARE * exact - PHASE_S
 
 
 def _screened(call: KernelCall, flops: int, moved: int, greedy: bool) -> tuple[int, int]:
     """(operations, bytes of weights) of the calls that depend on whether a step is greedy."""
-    if call.op == "HeadBounds" and not greedy:
+    if call.op in BOUNDS and not greedy:
         return 0, 0
-    if call.op == "ScreenedLinear" and greedy:
+    if call.op in SCREENED and greedy:
         return round(flops * EXACT_SHARE), round(moved * EXACT_SHARE)
     return flops, moved
 
@@ -189,7 +190,7 @@ def predict(
             flops *= seen
             # a sequence's keys and values are read once for all its tokens of the step
             moved += _kv_bytes(program, call) * seen * sequences
-        elif call.op == "Embed" or activations > rates.cache:
+        elif call.op in EMBEDS or activations > rates.cache:
             moved += activations
         by_memory, by_compute = moved / rates.bytes, flops / rates.ops[_kind(call)]
         seconds = max(by_memory, by_compute)

@@ -17,6 +17,7 @@ import test_cpu_kernels_bf16 as bf16
 import test_cpu_kernels_layers as layers
 import test_cpu_kernels_linear as linear
 import test_cpu_kernels_screen as screen
+import test_cpu_kernels_split as split
 from cpu_harness import INSTANCES, Kernels, has, library
 
 
@@ -58,6 +59,10 @@ def main(level: str) -> None:
         bf16.test_fused_forms,
         screen.test_the_choice_is_that_of_all_logits,
         screen.test_numbers_that_are_none,
+        split.test_all_logits,
+        split.test_the_choice_is_that_of_all_logits,
+        split.test_numbers_that_are_none,
+        split.test_rows_of_the_table,
         layers.test_embed,
         layers.test_norms_and_quantize,
         layers.test_norms_of_widths_that_are_not_vectors,
@@ -73,6 +78,7 @@ def main(level: str) -> None:
         tests = [linear.test_linear_int8]
     if level == "amx":  # what goes through tiles
         tests = [linear.test_linear_int8, linear.test_fused_forms, layers.test_qkv_rope_cache]
+        tests.append(split.test_all_logits)
     for test in tests:
         for case in cases(test):
             name = WANTED.get(test.__name__, "").format(**{"form": "", **case})

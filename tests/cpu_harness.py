@@ -181,6 +181,9 @@ def _instances() -> list[Instance]:
             )
             for f in PLAIN
         ),
+        Instance("split_bounds_int8", "zl_screen_split.h", "zl_split_bounds_int8", 7, ("i", "i")),
+        Instance("split_int8", "zl_screen_split.h", "zl_screened_split_linear_int8", 7, ("i", "i")),
+        Instance("split_embed", "zl_embed.h", "zl_split_embed", 4, ("i", "d")),
         Instance("quantize", "zl_norm.h", "zl_quantize_int8", 4, ("i",)),
         Instance("rms_norm", "zl_norm.h", "zl_rms_norm", 3, ("i", "d")),
         Instance("layer_norm", "zl_norm.h", "zl_layer_norm", 4, ("i", "d")),

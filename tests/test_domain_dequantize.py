@@ -52,6 +52,30 @@ def test_every_half_is_decoded_exactly() -> None:
     np.testing.assert_array_equal(found, np.repeat(expected[:, None], 32, 1))
 
 
+def upper_bits(block: bytes, i: int) -> float:
+    nibble = block[2 + i % 16] >> 4 * (i // 16) & 15
+    return (nibble << 2 | (block[18 + i % 8] >> 2 * (i // 8) & 3) << 6) - 126.5
+
+
+def lower_bits(block: bytes, i: int) -> float:
+    return (block[2 + i % 8] >> 2 * (i // 8) & 3) - 1.5
+
+
+@pytest.mark.parametrize("format,size", [("Q8_HIGH", 26), ("Q8_LOW", 10)])
+def test_halves_of_q8_0(format: str, size: int) -> None:
+    """Random bytes of blocks with finite scales, against the bits taken one by one."""
+    code = upper_bits if format == "Q8_HIGH" else lower_bits
+    raw = np.random.default_rng(2).integers(0, 256, (16, 3 * size), dtype=np.uint8)
+    raw.reshape(16, 3, size)[:, :, 1] &= 0xBF
+    expected = [
+        float(np.frombuffer(block[:2], "<f2")[0]) * code(block, i)
+        for block in (bytes(b) for b in raw.reshape(48, size))
+        for i in range(32)
+    ]
+    found = run(model_of(format, raw.shape[1]), {"raw": raw})["y"]
+    np.testing.assert_array_equal(found, np.array(expected, np.float32).reshape(16, 96))
+
+
 _SESSIONS: dict[str, Executable] = {}
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from zerolayer.runtime_stub.errors import InputFileError, UnsupportedError
 from zerolayer.targets import formats
-from zerolayer.targets.formats import FORMATS, PLAIN, QUANTIZE_SCHEMES
+from zerolayer.targets.formats import FILE_FORMATS, FORMATS, PLAIN, QUANTIZE_SCHEMES
 
-BLOCKS = sorted(FORMATS)
+BLOCKS = sorted(FILE_FORMATS)
 QUANTIZERS = ("Q4_0", "Q4_1", "Q8_0")
 
 
@@ -202,3 +202,25 @@ def test_unpacking_keeps_up_with_smollm2() -> None:
         start = time.perf_counter()
         formats.unpack(name, raw)
         assert time.perf_counter() - start < 1.0, name
+
+
+# --- Q8_0 taken apart -----------------------------------------------------------------------------
+
+
+def test_the_halves_of_q8_0_add_up_to_it() -> None:
+    """To the bit, for every code and finite scale; a half's values are what its bits say."""
+    raw = random_raw("Q8_0", 64, 5)
+    raw.reshape(64, 5, 34)[:, :, 1] &= 0xBF  # no exponent of infinity
+    high, low = formats.split_q8_0(raw)
+    assert high.shape == (64, 5 * 26) and low.shape == (64, 5 * 10)
+    both = formats.dequantize("Q8_HIGH", high) + formats.dequantize("Q8_LOW", low)
+    assert same_bits(canonical_zero(both), canonical_zero(reference("Q8_0", raw)))
+    blocks = raw.reshape(64, 5, 34)
+    d = blocks[:, :, :2].copy().view("<f2").astype(np.float32)
+    code = blocks[:, :, 2:].view(np.int8).astype(np.int32) + 128
+    assert len(np.unique(code)) == 256
+    upper, lower = d * (code // 4 * 4 - 126.5), d * (code % 4 - 1.5)
+    for format, part, want in (("Q8_HIGH", high, upper), ("Q8_LOW", low, lower)):
+        found = formats.dequantize(format, part)
+        assert same_bits(found, want.astype(np.float32).reshape(64, 160))
+        assert formats.row_bytes(format, 160) == part.shape[1]

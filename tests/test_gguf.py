@@ -111,12 +111,12 @@ def test_every_format_keeps_its_bytes_and_gives_its_values(tmp_path: Path) -> No
     values that the gguf package decodes, as transformers does with those values as weights."""
     model = make_model("llama", tmp_path, hidden_size=256, intermediate_size=512, head_dim=64,
                        num_hidden_layers=2)  # fmt: skip
-    every = [*formats.FORMATS, "F16", "BF16"]
+    every = [*formats.FILE_FORMATS, "F16", "BF16"]
     written: dict[str, tuple[bytes, str]] = {}
 
     def encode(name: str, array: np.ndarray) -> tuple[np.ndarray, str]:
         format = every[len(written) % len(every)]
-        if format in formats.FORMATS:
+        if format in formats.FILE_FORMATS:
             raw = random_blocks(format, array.shape[0], array.shape[1], seed=len(written))
         else:
             raw = gguf.quantize(array, gguf.GGMLQuantizationType[format])
@@ -135,7 +135,7 @@ def test_every_format_keeps_its_bytes_and_gives_its_values(tmp_path: Path) -> No
         assert weight.tensor.numpy().tobytes() == raw
         assert dict(loaded.source_formats)[weight.name] == weight.format == format
         assert weight.shape == decoded[weight.source].shape
-        if format in formats.FORMATS:
+        if format in formats.FILE_FORMATS:
             assert weight.tensor.dtype == ir.DataType.UINT8
             stored = (weight.shape[0], formats.row_bytes(format, weight.shape[1]))
             assert tuple(weight.tensor.shape) == stored

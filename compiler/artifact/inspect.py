@@ -19,6 +19,7 @@ from typing import Any
 from zerolayer.runtime_stub.container import Artifact, open_artifact
 from zerolayer.runtime_stub.errors import IntegrityError
 from zerolayer.targets.injection import read_note
+from zerolayer.targets.program import BOUNDS
 
 Row = Mapping[str, Any]
 VIEWS = ("kernels", "injected", "memory", "roofline", "manifest")
@@ -94,7 +95,7 @@ def summary(artifact: Artifact) -> dict[str, Any]:
             _count(call, "weight_bytes")
             for entry in _rows(manifest, "entry_points")
             for call in _rows(entry, "calls")
-            if call.get("op") == "HeadBounds"
+            if call.get("op") in BOUNDS
         ),
         "stored_formats": _formats(manifest),
         "numerics": _mapping(manifest, "numerics"),

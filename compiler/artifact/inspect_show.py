@@ -98,7 +98,7 @@ def _projection(copy: object) -> dict[str, str]:
     """The row about a screened output projection, where there is one."""
     if not isinstance(copy, int) or copy == 0:
         return {}
-    return {"head": f"screened: a greedy step reads {size(copy)} of int8 before its floats"}
+    return {"head": f"screened: {size(copy)} tell a greedy step which logits it has to compute"}
 
 
 def _items(data: object) -> str:

@@ -83,7 +83,7 @@ def _weight(file: GgufFile, info: TensorInfo, name: str) -> Weight:
     plain = PLAIN_FORMATS.get(info.format)
     if plain is not None:
         tensor = mapped_tensor(file.path, info.offset, plain, info.shape, name)
-    elif len(info.shape) == 2 and info.format in formats.FORMATS:
+    elif len(info.shape) == 2 and info.format in formats.FILE_FORMATS:
         stored = (info.rows, info.row_bytes)
         tensor = mapped_tensor(file.path, info.offset, ir.DataType.UINT8, stored, name)
     else:

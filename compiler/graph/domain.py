@@ -111,7 +111,7 @@ def _quantized(shape: Shape) -> list[Typed]:
 
 
 def _linear_shape(sig: OpSignature, inputs: Mapping[str, Shape]) -> Shape:
-    name = "weight" if "weight" in inputs else "weight_gate"
+    name = next(n for n in ("weight", "weight_gate", "weight_high") if n in inputs)
     return (*inputs["q" if "q" in inputs else "x"][:-1], inputs[name][0])
 
 
@@ -148,7 +148,8 @@ def _as_weight(sig: OpSignature, i: Mapping[str, Shape], a: Mapping[str, object]
 
 
 def _as_embed(sig: OpSignature, i: Mapping[str, Shape], a: Mapping[str, object]) -> list[Typed]:
-    return [(FLOAT, (i["tokens"][0], weight_shape(sig.formats[0], i["weight"])[1]))]
+    weight = i["weight" if "weight" in i else "weight_high"]
+    return [(FLOAT, (i["tokens"][0], weight_shape(sig.formats[0], weight)[1]))]
 
 
 def _as_bounds(sig: OpSignature, i: Mapping[str, Shape], a: Mapping[str, object]) -> list[Typed]:
@@ -189,6 +190,7 @@ _ATTENTION_INPUTS = ("q", "k_cache", "v_cache", *_STEP)
 _EPSILON = (("epsilon", "float"),)
 _ACTIVATION = (("activation", "string"),)
 _W = ("weight",)
+_HALVES = ("weight_high", "weight_low")
 
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
     {
@@ -234,8 +236,17 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
             ("A", "weight", "bias?"), ops.act_linear, _as_linear, _ACTIVATION, _W
         ),
         "HeadBounds": Operator(("A", "weight", "norms"), ops.head_bounds, _as_bounds, (), _W),
+        "SplitBounds": Operator(
+            ("A", "weight", "norms", "spread"), ops.split_bounds, _as_bounds, (), _W
+        ),
         "ScreenedLinear": Operator(
             ("A", "weight", "bounds"), ops.screened_linear, _as_linear, (), _W
+        ),
+        "ScreenedSplitLinear": Operator(
+            ("A", *_HALVES, "bounds"), ops.screened_split_linear, _as_linear, (), _HALVES
+        ),
+        "SplitEmbed": Operator(
+            ("tokens", *_HALVES), ops.split_embed, _as_embed, (("scale", "float"),), _HALVES
         ),
         "QkvRopeCache": Operator(
             _QKV_INPUTS, ops.qkv_rope_cache, _as_qkv, _QKV_ATTRIBUTES,

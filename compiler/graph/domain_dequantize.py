@@ -84,6 +84,20 @@ def _q8_0(b: Body, x: Val) -> Val:
     return _half(b, x, 0) * _signed(b, x.slice(2, 34, 2))
 
 
+def _two_bits(b: Body, x: Val) -> Val:
+    """[N, nb, 8] bytes -> [N, nb, 32] codes: byte i % 8, at bit 2 (i / 8)."""
+    return ((x.unsqueeze(2) >> b.const([[0], [2], [4], [6]], UINT8)) & 3).reshape(0, 0, 32)
+
+
+def _q8_high(b: Body, x: Val) -> Val:
+    q = (_nibbles(b, x.slice(2, 18, 2)) << 2) | (_two_bits(b, x.slice(18, 26, 2)) << 6)
+    return _half(b, x, 0) * (q.cast(FLOAT) - 126.5)
+
+
+def _q8_low(b: Body, x: Val) -> Val:
+    return _half(b, x, 0) * (_two_bits(b, x.slice(2, 10, 2)).cast(FLOAT) - 1.5)
+
+
 def _iq4_nl(b: Body, x: Val) -> Val:
     codes = _nibbles(b, x.slice(2, 18, 2)).cast(INT64)
     return _half(b, x, 0) * b.const([float(v) for v in _IQ4_NL]).gather(codes)
@@ -165,6 +179,8 @@ BLOCK_FORMATS: Mapping[str, tuple[int, Callable[[Body, Val], Val]]] = MappingPro
         "Q5_0": (22, _q5_0),
         "Q5_1": (24, _q5_1),
         "Q8_0": (34, _q8_0),
+        "Q8_HIGH": (26, _q8_high),
+        "Q8_LOW": (10, _q8_low),
         "Q2_K": (84, _q2_k),
         "Q3_K": (110, _q3_k),
         "Q4_K": (144, _q4_k),

@@ -112,6 +112,13 @@ def embed(b: Body, sig: OpSignature) -> Outputs:
     return [("y", dequantize(b, sig.formats[0], rows) * b.attribute("scale", "float"))]
 
 
+def split_embed(b: Body, sig: OpSignature) -> Outputs:
+    """The same from a table in two parts, whose sum it is."""
+    parts = [b[name].gather(b["tokens"]) for name in ("weight_high", "weight_low")]
+    high, low = (dequantize(b, f, x) for f, x in zip(sig.formats, parts, strict=True))
+    return [("y", (high + low) * b.attribute("scale", "float"))]
+
+
 def linear_op(b: Body, sig: OpSignature) -> Outputs:
     return [("y", linear(b, bundle(b, sig.activations), sig.formats[0], "weight", "bias"))]
 
@@ -159,21 +166,31 @@ def _norm(b: Body, x: Val) -> Val:
 
 
 def head_bounds(b: Body, sig: OpSignature) -> Outputs:
-    """Of every 16 outputs of a linear layer the largest that one can be, then the largest that one
-    must be, told from a copy of its weights and ``norms`` [2, N] of the copy's error and of the
-    rows: [.., 2 ceil(N / 16)]."""
-    read = q = bundle(b, sig.activations)
-    if sig.activations != "int8":
-        coded = dict(quantize_int8(b, b["x"]))
-        blocks = coded["q"].cast(FLOAT).reshape(-1, 32) * coded["scale"].reshape(-1, 1)
-        q = _reshape(b, blocks, b.op("Shape", read, dtype=INT64))
+    """Of every 16 outputs of a linear layer of floats the largest that one can be, then the largest
+    that one must be, told from a copy of its weights and ``norms`` [2, N] of the copy's error and
+    of the rows: [.., 2 ceil(N / 16)]."""
+    read = bundle(b, sig.activations)
+    coded = dict(quantize_int8(b, read if sig.activations == "int8" else b["x"]))
+    blocks = coded["q"].cast(FLOAT).reshape(-1, 32) * coded["scale"].reshape(-1, 1)
+    q = _reshape(b, blocks, b.op("Shape", read, dtype=INT64))
     size, lost = _norm(b, read), _norm(b, read - q)
     n = (read.dim(-1).cast(FLOAT) * (2 + 1 / 32) + 16.0) * 2.0**-24
     gamma = n / (b.const(1.0) - n)
     both = size + lost
     error, norm = b["norms"].slice(0, 1, 0), b["norms"].slice(1, 2, 0)  # [1, N]
     slack = both * (gamma + 1.0) * error + (lost + gamma * both) * norm
-    y = linear(b, q, sig.formats[0], "weight")
+    return _bounds(b, linear(b, q, sig.formats[0], "weight"), slack)
+
+
+def split_bounds(b: Body, sig: OpSignature) -> Outputs:
+    """The same of a linear layer in two parts, told from the first of them and ``norms`` [N] of the
+    other's rows divided by ``spread`` [K]."""
+    x = bundle(b, sig.activations)
+    slack = _norm(b, x * b["spread"]) * b["norms"]
+    return _bounds(b, linear(b, x, sig.formats[0], "weight"), slack)
+
+
+def _bounds(b: Body, y: Val, slack: Val) -> Outputs:
     return [("bounds", b.concat([_most_of_16(b, y + slack), _most_of_16(b, y - slack)], -1))]
 
 
@@ -191,6 +208,13 @@ def screened_linear(b: Body, sig: OpSignature) -> Outputs:
     """The logits.  A step that asks only for each row's largest may leave minus infinity in place
     of those that ``bounds`` say are not it."""
     return [("y", linear(b, bundle(b, sig.activations), sig.formats[0], "weight"))]
+
+
+def screened_split_linear(b: Body, sig: OpSignature) -> Outputs:
+    """The same for weights in two parts, whose sum they are."""
+    x = bundle(b, sig.activations)
+    high = linear(b, x, sig.formats[0], "weight_high")
+    return [("y", high + linear(b, x, sig.formats[1], "weight_low"))]
 
 
 # --- norms -------------------------------------------------------------------------------------

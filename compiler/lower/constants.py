@@ -43,6 +43,7 @@ DEFAULTS: Mapping[str, Mapping[str, Constant]] = {
     "Softmax": {"axis": -1},
     "Gather": {"axis": 0},
     "Embed": {"scale": 1.0},
+    "SplitEmbed": {"scale": 1.0},
     "RopeTable": {"factor": 1.0},
     "Rope": {"interleaved": 0},
     "QkvRopeCache": {"interleaved": 0, "epsilon": 0.0},
@@ -97,16 +98,17 @@ def _x(call: Call) -> Operand:
 
 
 def _matrix(call: Call) -> dict[str, Constant]:
-    name = "weight" if "weight" in call.inputs else "weight_gate"
+    name = next(n for n in ("weight", "weight_gate", "weight_high") if n in call.inputs)
     n, k = call.inputs[name].shape
     if k != _x(call).columns:
         raise UnsupportedError(
             f"a weight of {k} columns meets rows of {_x(call).columns}", where=call.place
         )
     out: dict[str, Constant] = {"N": _static(n), "K": _static(k)}
-    other = call.inputs.get("weight_up")
-    if other is not None and other.shape != (n, k):
-        raise UnsupportedError("gate and up weights differ in shape", where=call.place)
+    for role, what in (("weight_up", "gate and up weights"), ("weight_low", "halves of a weight")):
+        other = call.inputs.get(role)
+        if other is not None and other.shape != (n, k):
+            raise UnsupportedError(f"{what} differ in shape", where=call.place)
     for role in ("bias", "bias_gate", "bias_up"):
         _check_vector(call, role, _static(n))
     return out
@@ -143,7 +145,7 @@ def _check_vector(call: Call, role: str, size: int) -> None:
 
 
 def _embed(call: Call) -> dict[str, Constant]:
-    return {"C": call.inputs["weight"].columns}
+    return {"C": call.inputs["weight" if "weight" in call.inputs else "weight_high"].columns}
 
 
 def _gather(call: Call) -> dict[str, Constant]:
@@ -219,9 +221,12 @@ _SIZES: Mapping[str, Sizes] = {
     "GatedLinear": _matrix,
     "GatedLinearQuantizeInt8": _matrix,
     "HeadBounds": _matrix,
+    "SplitBounds": _matrix,
     "ScreenedLinear": _matrix,
+    "ScreenedSplitLinear": _matrix,
     "QkvRopeCache": _qkv,
     "Embed": _embed,
+    "SplitEmbed": _embed,
     "RopeTable": _rope_table,
     "Rope": _heads("num_heads"),
     "HeadNorm": _heads("num_heads"),
@@ -271,7 +276,8 @@ def flops_per_row(call: Call, constants: Mapping[str, Constant]) -> int:
         rows = (c("num_heads") + 2 * c("kv_num_heads")) * c("head_dim")
         return 2 * rows * c("K")
     if "N" in constants:
-        return 2 * c("N") * c("K") * len(call.formats)
+        matrices = 1 if call.op == "ScreenedSplitLinear" else len(call.formats)  # two make one
+        return 2 * c("N") * c("K") * matrices
     return sum(_row_elements(o) for o in call.outputs)
 
 

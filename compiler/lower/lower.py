@@ -29,6 +29,7 @@ from zerolayer.targets.facts import Target
 from zerolayer.targets.kernels import KernelQuery, KernelRow, select
 from zerolayer.targets.program import (
     DTYPE_BYTES,
+    EMBEDS,
     Buffer,
     BufferKind,
     Constant,
@@ -293,7 +294,7 @@ class _Lowering:
                 aliases=tuple((c, c) for c in caches),
                 flops=flops_per_row(call, constants),
                 weight_bytes=0
-                if sig.base == "Embed"
+                if sig.base in EMBEDS
                 else sum(w.nbytes for w in weights.values() if w is not None),
                 activation_bytes=self._moved(call, bound, made, rows, weights),
             )
@@ -340,11 +341,11 @@ class _Lowering:
     ) -> int:
         """Bytes read and written per row, without the KV that attention reads: that is per
         position."""
-        if call.op == "Embed":
-            weight = weights["weight"]
-            assert weight is not None
+        if call.op in EMBEDS:
+            tables = [w for w in weights.values() if w is not None]
             out = self.buffers[outputs[0]]
-            return weight.nbytes // weight.logical_shape[0] + self._per_row(out, rows)
+            row_bytes = sum(w.nbytes // w.logical_shape[0] for w in tables)
+            return row_bytes + self._per_row(out, rows)
         names = {n for n in (*inputs, *outputs) if n is not None and n in self.buffers}
         moved = [self.buffers[n] for n in names]
         if call.op.startswith("PagedAttention"):

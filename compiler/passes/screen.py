@@ -1,13 +1,20 @@
 """The screening pass: a greedy step finds its largest logits without reading the whole projection.
 
 In: the step graph with the final format and activations of its output projection.  Out: the same
-logits, with a ``HeadBounds`` over an int8 copy of the projection before a ``ScreenedLinear``.  Next
-file: ``../lower``; the bounds are derived in ``templates/cpu/zl_screen.h``.
+logits, with bounds before them that say which can be the largest.  Next file:
+``../lower``; the bounds are derived in ``templates/cpu/zl_screen.h`` and ``zl_screen_split.h``.
 
 Decoding reads every weight once for each token, and the output projection is the largest of them.
-The copy (Q8_0, half the bytes of bf16) says of most groups of 16 logits that none of them can be
-the largest; only the others are computed from the floats.  A step whose logits are asked for, or
-sampled from, reads the floats and not the copy.
+Most groups of 16 logits are told apart from the largest by fewer bits than the weights have, and
+only the others are computed.  Where those bits come from depends on the weights:
+
+* floats: an int8 copy (Q8_0, half the bytes of bf16) beside them (``HeadBounds``,
+  ``ScreenedLinear``).
+  A step whose logits are asked for, or sampled from, reads the floats and not the copy.
+* Q8_0 with int8 activations: its codes are taken apart, the upper six bits and the lower two, and
+  a logit is the sum of two products (``SplitBounds``, ``ScreenedSplitLinear``).  A greedy step
+  reads the upper bits, any other step both.  An embedding that shares the weights adds its two
+  rows (``SplitEmbed``), exactly.
 
 Only a projection whose products are the graph's logits is screened: what comes after it (a cap, a
 scale) can round two logits to one, and then the first of them would win, not the larger.
@@ -16,6 +23,7 @@ scale) can round two logits to one, and then the first of them would win, not th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +32,9 @@ from zerolayer.compiler.graph import domain
 from zerolayer.compiler.graph.execute import dequantize_tensor
 from zerolayer.targets import formats
 
-from .edit import dims, discard, domain_node, lazy_initializer, operands, replace
+from .edit import bundle, dims, discard, domain_node, lazy_initializer, number, operands, replace
 from .options import Head, PassOptions, supported
+from .screen_split import HIGH, LOW, SPLIT, gain_before, split_values
 
 F32 = npt.NDArray[np.float32]
 
@@ -36,30 +45,40 @@ _CHUNK_ELEMENTS = 1 << 22
 _LARGEST = 127 * 65504.0
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """``bounds`` goes before the projection; ``swaps`` are (old, new) nodes, the projection first;
+    ``weights`` are new initializers."""
+
+    bounds: ir.Node
+    swaps: tuple[tuple[ir.Node, ir.Node], ...]
+    weights: tuple[ir.Value, ...]
+
+
 def screen_head(model: ir.Model, options: PassOptions) -> None:
-    """``Linear`` of the logits -> ``HeadBounds`` + ``ScreenedLinear``, where the target says that
-    it pays."""
+    """``Linear`` of the logits -> ``HeadBounds`` + ``ScreenedLinear``, or ``SplitBounds`` +
+    ``ScreenedSplitLinear``, where the target says that it pays."""
     found = _find(model)
     if isinstance(found, str) or not options.screen(found[1]):
         return
     node, head = found
-    given = operands(node)
-    x, weight = given["x"], given["weight"]
-    copy, norms = _copy(model, weight, head)
-    place = node.name or "logits"
-    name = domain.op_name("HeadBounds", (COPY,), head.activations)
-    bounds = domain_node(name, [x, copy, norms], {}, f"{place}.bounds")
-    name = domain.op_name("ScreenedLinear", (head.format,), head.activations)
-    new = domain_node(name, [x, weight, bounds.outputs[0]], {}, place)
-    if not supported(bounds, options) or not supported(new, options):
-        discard(new)
-        discard(bounds)
+    plan = (_split if head.format == SPLIT else _beside)(model, node, head)
+    made = [plan.bounds, *(new for _, new in plan.swaps)]
+    if not all(supported(n, options) for n in made):
+        for n in reversed(made):
+            discard(n)
         return
     assert node.graph is not None
-    for value in (copy, norms):
+    for value in plan.weights:
         model.graph.initializers[value.name or ""] = value
-    node.graph.insert_before(node, bounds)
-    replace(node, new, [(node.outputs[0], new.outputs[0])])
+    node.graph.insert_before(node, plan.bounds)
+    for old, new in plan.swaps:
+        replace(old, new, [(old.outputs[0], new.outputs[0])])
+
+
+def screening_format(head: Head) -> str:
+    """The format of what a greedy step reads of the whole projection."""
+    return HIGH if head.format == SPLIT else COPY
 
 
 def why_not(model: ir.Model) -> str:
@@ -78,20 +97,63 @@ def _find(model: ir.Model) -> tuple[ir.Node, Head] | str:
     if sig is None or sig.base != "Linear":
         return f"the logits are made by {node.op_type}, not by a projection alone"
     given = operands(node)
-    weight = given["weight"]
-    if sig.formats[0] not in formats.PLAIN:
-        return f"its weights are {sig.formats[0]}, not floats"
+    weight, format = given["weight"], sig.formats[0]
+    if format not in formats.PLAIN and (format, sig.activations) != (SPLIT, "int8"):
+        return f"its weights are {format}, neither floats nor {SPLIT} with int8 activations"
     if "bias" in given:
         return "it has a bias"
     shape = dims(weight)
     if not weight.is_initializer() or len(shape) != 2:
         return "its weights are no matrix of the model"
-    rows, columns = shape
+    rows, columns = domain.weight_shape(format, shape)
     if not isinstance(rows, int) or not isinstance(columns, int):
         return "its shape is not known"
     if columns % formats.FORMATS[COPY].block_elems:
         return f"rows of {columns} are not whole blocks of {COPY}"
-    return node, Head(sig.formats[0], rows, columns, sig.activations)
+    others = [use.node for use in weight.uses() if use.node is not node]
+    strange = [n.op_type for n in others if not _embeds(n)]
+    if format == SPLIT and strange:
+        return f"its weights are read by {strange[0]} too"
+    return node, Head(format, rows, columns, sig.activations)
+
+
+def _embeds(node: ir.Node) -> bool:
+    return node.domain == domain.DOMAIN and domain.parse(node.op_type).base == "Embed"
+
+
+def _beside(model: ir.Model, node: ir.Node, head: Head) -> _Plan:
+    """Floats, with a copy beside them."""
+    given = operands(node)
+    x, weight = given["x"], given["weight"]
+    copy, norms = _copy(model, weight, head)
+    place = node.name or "logits"
+    name = domain.op_name("HeadBounds", (COPY,), head.activations)
+    bounds = domain_node(name, [x, copy, norms], {}, f"{place}.bounds")
+    name = domain.op_name("ScreenedLinear", (head.format,), head.activations)
+    new = domain_node(name, [x, weight, bounds.outputs[0]], {}, place)
+    return _Plan(bounds, ((node, new),), (copy, norms))
+
+
+def _split(model: ir.Model, node: ir.Node, head: Head) -> _Plan:
+    """Q8_0, its codes taken apart, for all that read it."""
+    weight, x = operands(node)["weight"], bundle(node)
+    high, low, norms, spread = split_values(weight, head, gain_before(node))
+    place = node.name or "logits"
+    name = domain.op_name("SplitBounds", (HIGH,), head.activations)
+    bounds = domain_node(name, [*x, high, norms, spread], {}, f"{place}.bounds")
+    name = domain.op_name("ScreenedSplitLinear", (HIGH, LOW), head.activations)
+    new = domain_node(name, [*x, high, low, bounds.outputs[0]], {}, place)
+    swaps = [(node, new)]
+    for use in list(weight.uses()):
+        if use.node is not node:
+            swaps.append((use.node, _split_embed(use.node, high, low)))
+    return _Plan(bounds, tuple(swaps), (high, low, norms, spread))
+
+
+def _split_embed(node: ir.Node, high: ir.Value, low: ir.Value) -> ir.Node:
+    name = domain.op_name("SplitEmbed", (HIGH, LOW))
+    scale = {"scale": number(node, "scale", 1.0)}
+    return domain_node(name, [operands(node)["tokens"], high, low], scale, node.name or "embed")
 
 
 def _copy(model: ir.Model, weight: ir.Value, head: Head) -> tuple[ir.Value, ir.Value]:

@@ -31,6 +31,22 @@ ZL_KERNEL float zl_plain_at(int format, const uint8_t *w, int64_t k, int64_t lan
   return f;
 }
 
+/* Columns 32 kb .. 32 kb + 31 of row `lane` of a group of a block format. */
+ZL_KERNEL void zl_block_row(int format, const uint8_t *group, int64_t kb, int64_t lane, float *to) {
+  zl_block b;
+  zl_block_load(format, group, kb, &b);
+  ZL_UNROLL
+  for (int j = 0; j < 8; j++) {
+    const int h = zl_scale_cols(format) == 16 ? j / 4 : 0;
+    uint8_t code[64];
+    float s[16], m[16];
+    memcpy(code, &b.code[j], 64);
+    memcpy(s, &b.scale[h], 64);
+    memcpy(m, &b.min[h], 64);
+    for (int k = 0; k < 4; k++) to[4 * j + k] = __builtin_fmaf((float)code[4 * lane + k], s[lane], m[lane]);
+  }
+}
+
 /* tokens i32[T], W rows16 [vocab, C] -> y f32[T, C] = scale * W[token] */
 ZL_KERNEL void zl_embed(const zl_task *t, int64_t rows, const int32_t *tokens, const uint8_t *w, float *y, int64_t C,
                         double scale, int format) {
@@ -45,21 +61,25 @@ ZL_KERNEL void zl_embed(const zl_task *t, int64_t rows, const int32_t *tokens, c
       const int64_t n = C - kb * 32 < 32 ? C - kb * 32 : 32;
       for (int64_t k = 0; k < n; k++) to[k] = zl_plain_at(format, group, kb * 32 + k, lane);
     } else {
-      zl_block b;
-      zl_block_load(format, group, kb, &b);
-      ZL_UNROLL
-      for (int j = 0; j < 8; j++) {
-        const int h = zl_scale_cols(format) == 16 ? j / 4 : 0;
-        uint8_t code[64];
-        float s[16], m[16];
-        memcpy(code, &b.code[j], 64);
-        memcpy(s, &b.scale[h], 64);
-        memcpy(m, &b.min[h], 64);
-        for (int k = 0; k < 4; k++) to[4 * j + k] = __builtin_fmaf((float)code[4 * lane + k], s[lane], m[lane]);
-      }
+      zl_block_row(format, group, kb, lane, to);
     }
     if (scale != 1.0)
       for (int64_t k = 0; k < 32 && kb * 32 + k < C; k++) to[k] = to[k] * (float)scale;
+  }
+}
+
+/* tokens i32[T], the halves rows16 [vocab, C] of Q8_0 -> y f32[T, C] = scale * W[token]: zl_embed of Q8_0, to the bit */
+ZL_KERNEL void zl_split_embed(const zl_task *t, int64_t rows, const int32_t *tokens, const uint8_t *high,
+                              const uint8_t *low, float *y, int64_t C, double scale) {
+  const int64_t parts = C / 32;
+  int64_t i, end;
+  zl_share(t, rows * parts, &i, &end);
+  for (; i < end; i++) {
+    const int64_t row = i / parts, kb = i % parts, token = tokens[row], lane = token % 16;
+    float *to = y + row * C + kb * 32, rest[32];
+    zl_block_row(ZL_FMT_Q8_HIGH, high + token / 16 * zl_group_bytes(ZL_FMT_Q8_HIGH, C), kb, lane, to);
+    zl_block_row(ZL_FMT_Q8_LOW, low + token / 16 * zl_group_bytes(ZL_FMT_Q8_LOW, C), kb, lane, rest);
+    for (int64_t k = 0; k < 32; k++) to[k] = (to[k] + rest[k]) * (float)scale; /* exact before the scale */
   }
 }
 

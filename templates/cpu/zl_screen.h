@@ -1,7 +1,7 @@
 /* The greedy choice without reading the whole output projection: bounds of the logits first, then the few that can win.
  *
  * In: zl_linear_bf16.h, zl_linear_float.h.  Out: zl_head_bounds, zl_screened_linear_bf16 and _float.  Next file:
- * zl_sample.h.
+ * zl_screen_split.h, the same for a projection of Q8_0.
  *
  * Beside a projection W [N, K] of floats lies a copy in Q8_0 (half the bytes of bf16) with, for each row, the norms of
  * the copy's error and of the row itself.  In a step whose tokens are all the largest logit (zl_task.screened), the copy
@@ -75,13 +75,28 @@ ZL_KERNEL zl_screen_space zl_screen_scratch(const zl_task *t, int64_t K) {
                            (zl_tile_word *)(void *)(p + 44 * n)};
 }
 
+/* Logits y of group g in one row, each within b -> the row's bounds of the group.  NaN: nothing is known. */
+ZL_KERNEL void zl_bounds_put(v16f y, v16f b, int64_t r, int64_t g, float *bounds, int64_t N) {
+  const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int64_t G = (N + 15) / 16, n = N - 16 * g < 16 ? N - 16 * g : 16;
+  const v16f least = zl_set(-__builtin_inff());
+  v16f upper = y + b, lower = y - b;
+  upper = zl_select((v16i)(upper == upper), upper, zl_set(__builtin_inff()));
+  lower = zl_select((v16i)(lower == lower), lower, least);
+  if (n < 16) {
+    const v16i real = (v16i)(lane < (int32_t)n);
+    upper = zl_select(real, upper, least);
+    lower = zl_select(real, lower, least);
+  }
+  bounds[2 * r * G + g] = zl_hmax(upper);
+  bounds[(2 * r + 1) * G + g] = zl_hmax(lower);
+}
+
 /* 16 outputs of group g for MT rows from `first` on -> their bounds */
 ZL_KERNEL void zl_bounds_tile(int MT, zl_bundle a, int64_t first, int64_t g, const uint8_t *w, const float *norms,
                               const zl_slack *slack, float *bounds, int64_t N, int64_t K) {
-  const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const int64_t G = (N + 15) / 16, n = N - 16 * g < 16 ? N - 16 * g : 16;
+  const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
   const v16f error = zl_load_n(norms + 16 * g, n), size = zl_load_n(norms + N + 16 * g, n);
-  const v16f least = zl_set(-__builtin_inff());
   v16f acc[8];
   zl_dot_int8(ZL_SCREEN_FORMAT, MT, a, first, K, w + g * zl_group_bytes(ZL_SCREEN_FORMAT, K), acc);
   ZL_UNROLL
@@ -90,17 +105,7 @@ ZL_KERNEL void zl_bounds_tile(int MT, zl_bundle a, int64_t first, int64_t g, con
     v16f b = zl_fma(error, zl_set(s.error), zl_fma(size, zl_set(s.size), zl_set(s.rest)));
     b = zl_fma(zl_abs(acc[m]), zl_set(0x1p-22f), b * (1.0f + 0x1p-18f)); /* and what is rounded here */
     b = zl_select((v16i)(size * s.reach < 0x1p124f), b, zl_set(__builtin_inff()));
-    v16f upper = acc[m] + b, lower = acc[m] - b;
-    upper = zl_select((v16i)(upper == upper), upper, zl_set(__builtin_inff()));
-    lower = zl_select((v16i)(lower == lower), lower, least);
-    if (n < 16) {
-      const v16i real = (v16i)(lane < (int32_t)n);
-      upper = zl_select(real, upper, least);
-      lower = zl_select(real, lower, least);
-    }
-    float *row = bounds + (first + m) * 2 * G;
-    row[g] = zl_hmax(upper);
-    row[G + g] = zl_hmax(lower);
+    zl_bounds_put(acc[m], b, first + m, g, bounds, N);
   }
 }
 
@@ -158,15 +163,19 @@ ZL_KERNEL int64_t zl_screen_count(const float *bounds, int64_t rows, int64_t N) 
   return n;
 }
 
-/* The next group to compute of this thread's share; those before it that cannot win become -inf. */
+/* Whether group g cannot win; then it becomes -inf. */
+ZL_KERNEL int zl_screen_skips(const float *bounds, const float *best, int64_t rows, float *out, int64_t N, int64_t g) {
+  const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
+  if (zl_screen_wants(bounds, rows, (N + 15) / 16, g, best)) return 0;
+  for (int64_t r = 0; r < rows; r++) zl_store_n(out + r * N + 16 * g, zl_set(-__builtin_inff()), n);
+  return 1;
+}
+
+/* The next group to compute of this thread's share. */
 ZL_KERNEL int zl_screen_next(const zl_task *t, zl_deal *deal, const float *bounds, const float *best, int64_t rows,
                              float *out, int64_t N, int64_t *g) {
-  const int64_t G = (N + 15) / 16;
-  while (zl_deal_item(t, deal, g)) {
-    if (zl_screen_wants(bounds, rows, G, *g, best)) return 1;
-    const int64_t n = N - 16 * *g < 16 ? N - 16 * *g : 16;
-    for (int64_t r = 0; r < rows; r++) zl_store_n(out + r * N + 16 * *g, zl_set(-__builtin_inff()), n);
-  }
+  while (zl_deal_item(t, deal, g))
+    if (!zl_screen_skips(bounds, best, rows, out, N, *g)) return 1;
   return 0;
 }
 

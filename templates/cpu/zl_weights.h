@@ -51,6 +51,8 @@ ZL_KERNEL int64_t zl_block_bytes(int format) {
     case ZL_FMT_Q5_0: return 16 * 22;
     case ZL_FMT_Q5_1: return 16 * 24;
     case ZL_FMT_Q8_0: return 16 * 34;
+    case ZL_FMT_Q8_HIGH: return 16 * 26;
+    case ZL_FMT_Q8_LOW: return 16 * 10;
     case ZL_FMT_Q2_K: return 16 * 84;
     case ZL_FMT_Q3_K: return 16 * 110;
     case ZL_FMT_Q4_K: return 16 * 144;
@@ -129,7 +131,15 @@ ZL_KERNEL void zl_small_load(int format, const uint8_t *p, zl_block *b) {
     b->min[0] = zl_load_half(p);
     p += 32;
   } else {
-    b->min[0] = d * (format == ZL_FMT_Q4_0 ? -8.0f : format == ZL_FMT_Q5_0 ? -16.0f : -128.0f);
+    b->min[0] = d * (format == ZL_FMT_Q4_0    ? -8.0f
+                     : format == ZL_FMT_Q5_0    ? -16.0f
+                     : format == ZL_FMT_Q8_HIGH ? -126.5f
+                     : format == ZL_FMT_Q8_LOW  ? -1.5f
+                                                : -128.0f);
+  }
+  if (format == ZL_FMT_Q8_LOW) {
+    zl_crumbs(p, b->code, 0, 0);
+    return;
   }
   if (format == ZL_FMT_Q8_0) {
     ZL_UNROLL
@@ -138,6 +148,10 @@ ZL_KERNEL void zl_small_load(int format, const uint8_t *p, zl_block *b) {
   }
   zl_nibbles(p, b->code);
   if (format == ZL_FMT_Q5_0 || format == ZL_FMT_Q5_1) zl_bits(p + 256, b->code, 4);
+  if (format == ZL_FMT_Q8_HIGH) { /* below 64: code / 4 */
+    zl_crumbs(p + 256, b->code, 4, 1);
+    b->scale[0] = d * 4.0f;
+  }
   if (format == ZL_FMT_IQ4_NL) { /* the table of values + 128 */
     const v16u8 table = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
     ZL_UNROLL

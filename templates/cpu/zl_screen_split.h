@@ -1,0 +1,101 @@
+/* Screening a projection of Q8_0 by its own upper bits: nothing is stored twice.
+ *
+ * In: zl_screen.h.  Out: zl_split_bounds_int8, zl_screened_split_linear_int8.  Next file: zl_sample.h.
+ *
+ * Q8_0's codes lie in two matrices: the upper six bits (Q8_HIGH) and the lower two (Q8_LOW), each with the scales; their
+ * values add up to Q8_0's, so every logit is a product with the one plus a product with the other.  In a screened step
+ * the upper bits alone give each logit within a bound, and the lower are read for the groups of 16 that can hold a
+ * row's first maximum: a quarter of the projection's bytes stay unread (zl_screen.h says what is kept and why the choice
+ * is that of all logits).
+ *
+ * The bound.  x: the int8 activations' values, l a row of Q8_LOW, s any positive numbers, one for each column.  Then
+ *
+ *     |l.x| <= |l / s| |s x|    (Cauchy-Schwarz, Euclidean norms),
+ *
+ * whatever s is; it is close where s is about 1 / sqrt(x), and the compiler chooses s by what is known of x without
+ * running the model: the gain of the norm before and the sizes of the columns (passes/screen.py).
+ * The kernel that computes a logit makes the product with Q8_HIGH by the same operations as the bounds: the same bits.
+ * Its product with Q8_LOW errs by at most gamma(n) times the sum of magnitudes, n = K / 16 + 8 (zl_dot_int8: two
+ * multiply-adds for 32 columns); as that takes l = scale * code - 1.5 scale apart, with code up to 3 and |l| at least
+ * scale / 2, the magnitudes are at most 9 |l| |x|.  The last addition and those here: relative to what is added. */
+#ifndef ZL_SCREEN_SPLIT_H
+#define ZL_SCREEN_SPLIT_H
+#include "zl_screen.h"
+
+/* |s x| of one row of the bundle, with what the product with Q8_LOW can err by, rounded up */
+ZL_KERNEL float zl_spread_norm(zl_bundle a, int64_t row, const float *spread, int64_t K) {
+  v8d squares = {0};
+  for (int64_t k = 0; k < K; k += 16) {
+    v16s8 bytes;
+    memcpy(&bytes, a.q + row * K + k, 16);
+    const v16f x = __builtin_convertvector(bytes, v16f) * zl_set(a.scale[(row * K + k) / 32]);
+    squares = zl_add_squares(squares, x * zl_load(spread + k));
+  }
+  const double n = (double)(K / 16 + 8) * 0x1p-24;
+  return (float)((zl_norm_above(squares) + (double)K * 0x1p-125) * (1.0 + 10.0 * n / (1.0 - n)));
+}
+
+/* 16 outputs of group g for MT rows from `first` on -> their bounds */
+ZL_KERNEL void zl_split_bounds_tile(int MT, zl_bundle a, int64_t first, int64_t g, const uint8_t *high,
+                                    const float *norms, const float *size, float *bounds, int64_t N, int64_t K) {
+  const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
+  const v16f norm = zl_load_n(norms + 16 * g, n);
+  v16f acc[8];
+  zl_dot_int8(ZL_FMT_Q8_HIGH, MT, a, first, K, high + g * zl_group_bytes(ZL_FMT_Q8_HIGH, K), acc);
+  ZL_UNROLL
+  for (int m = 0; m < MT; m++) {
+    v16f b = zl_fma(norm, zl_set(size[first + m]), zl_set((float)K * 0x1p-120f));
+    b = zl_fma(zl_abs(acc[m]), zl_set(0x1p-22f), b * (1.0f + 0x1p-18f));
+    b = zl_select((v16i)(b < 0x1p120f), b, zl_set(__builtin_inff())); /* sums that could leave the range of float */
+    zl_bounds_put(acc[m], b, first + m, g, bounds, N);
+  }
+}
+
+/* q i8[R,K], scale f32[R,K/32], sums f32[R,K/16], rows16 Q8_HIGH [N,K], norms f32[N] of the rows l / s, s f32[K] ->
+ * bounds f32[R,2,G] as zl_head_bounds */
+ZL_KERNEL void zl_split_bounds_int8(const zl_task *t, int64_t rows, const int8_t *q, const float *scale,
+                                   const float *sums, const uint8_t *high, const float *norms, const float *spread,
+                                   float *bounds, int64_t N, int64_t K) {
+  if (!t->screened) return;
+  const zl_bundle a = {q, scale, sums, NULL, 0};
+  float size[ZL_SCREEN_ROWS];
+  zl_deal deal = {(N + 15) / 16, 0, 0, 0};
+  int64_t g;
+  for (int64_t r = 0; r < rows; r++) size[r] = zl_spread_norm(a, r, spread, K);
+  while (zl_deal_item(t, &deal, &g)) {
+#define ZL_CALL(MT, first) zl_split_bounds_tile(MT, a, first, g, high, norms, size, bounds, N, K)
+    ZL_TOKEN_TILES(0, rows, ZL_CALL)
+#undef ZL_CALL
+  }
+}
+
+/* q i8[R,K], scale f32[R,K/32], sums f32[R,K/16], rows16 Q8_HIGH and Q8_LOW [N,K], bounds of zl_split_bounds_int8 ->
+ * out f32[R,N]: all outputs, or in a screened step those of the groups that can hold a row's first maximum.  A product
+ * with the upper bits, then the lower ones' added. */
+ZL_KERNEL void zl_screened_split_linear_int8(const zl_task *t, int64_t rows, const int8_t *q, const float *scale,
+                                             const float *sums, const uint8_t *high, const uint8_t *low,
+                                             const float *bounds, float *out, int64_t N, int64_t K) {
+  zl_bundle a = {q, scale, sums, NULL, 0};
+  float best[ZL_SCREEN_ROWS];
+  zl_walk walk;
+  if (t->screened) zl_screen_best(bounds, rows, (N + 15) / 16, best);
+  zl_walk_begin(&walk, rows, K, (N + 15) / 16); /* the few rows of a screened step are one tile */
+  while (zl_walk_item(t, &walk)) {
+    const int64_t g = walk.g, t0 = walk.t0, until = walk.until;
+    if (t->screened && zl_screen_skips(bounds, best, rows, out, N, g)) continue;
+    zl_walk_words(&walk, ZL_FMT_Q8_LOW, &a, K); /* totals: the same for both */
+    if (until > t0) {
+      zl_linear_amx_tile(ZL_FMT_Q8_HIGH, a, t0, until, g, high, NULL, NULL, out, N, K, ZL_ACT_NONE);
+      zl_linear_amx_tile(ZL_FMT_Q8_LOW, a, t0, until, g, low, NULL, out, out, N, K, ZL_ACT_NONE);
+    }
+#define ZL_CALL(MT, first)                                                                          \
+  do {                                                                                              \
+    zl_linear_int8_tile(ZL_FMT_Q8_HIGH, MT, a, first, g, high, NULL, NULL, out, N, K, ZL_ACT_NONE); \
+    zl_linear_int8_tile(ZL_FMT_Q8_LOW, MT, a, first, g, low, NULL, out, out, N, K, ZL_ACT_NONE);    \
+  } while (0)
+    ZL_TOKEN_TILES(until, walk.t1, ZL_CALL)
+#undef ZL_CALL
+  }
+}
+
+#endif
