@@ -348,7 +348,7 @@ def scratch_bytes(row: KernelRow, constants: Mapping[str, Constant], tile_bytes:
         return -(-SCREEN_ROWS * (padded // 32) * 48 // 64) * 64
     if kind == "bf16":  # zl_pair_stride and zl_bf16_tokens in zl_linear_bf16.h
         pair = pair_bytes(row)
-        tokens = max(32, min(256, tile_bytes // ((k + 1) // 2 * pair) // 8 * 8))
+        tokens = max(32, min(256, tile_bytes // 2 // ((k + 1) // 2 * pair) // 8 * 8))
         return tokens * (padded // 32 | 1) * 16 * pair
     tokens = max(8, min(64, 65536 // padded // 8 * 8))  # zl_float_tokens in zl_linear_float.h
     return tokens * padded * 4

@@ -126,9 +126,9 @@ def test_the_note_is_the_record(aggressive: Built) -> None:
     derived = {d["name"]: d for d in linear["derived"]}  # type: ignore[attr-defined]
     l2 = next(f for f in HOST.facts if f.name == "l2_bytes")
     assert facts["l2_bytes"] == l2.as_dict()
-    assert derived["tile_bytes"]["value"] == int(l2.value) // 4
+    assert derived["tile_bytes"]["value"] == int(l2.value) // 2
     assert (
-        f"#define ZL_TILE_BYTES {int(l2.value) // 4} "
+        f"#define ZL_TILE_BYTES {int(l2.value) // 2} "
         in binaries.files[f"kernels/{HOST.name}.c"].decode()
     )
 

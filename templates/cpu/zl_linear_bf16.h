@@ -24,9 +24,10 @@
  * same cache sets when K is a power of two. */
 ZL_KERNEL int64_t zl_pair_stride(int64_t K) { return ((K + 31) / 32 | 1) * 16; }
 
-/* The most tokens of a tile: within ZL_TILE_BYTES, 32 to 256, a multiple of 8. */
+/* The most tokens of a tile: within half of ZL_TILE_BYTES (these weights take twice the room), 32 to 256, a multiple of
+ * 8. */
 ZL_KERNEL int64_t zl_bf16_tokens(int64_t K) {
-  const int64_t most = ZL_TILE_BYTES / ((K + 1) / 2 * (int64_t)sizeof(zl_pair)) / 8 * 8;
+  const int64_t most = ZL_TILE_BYTES / 2 / ((K + 1) / 2 * (int64_t)sizeof(zl_pair)) / 8 * 8;
   return most < 32 ? 32 : most > 256 ? 256 : most;
 }
 

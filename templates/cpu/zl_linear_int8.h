@@ -15,7 +15,7 @@
 #include "zl_quantize.h"
 
 #ifndef ZL_TILE_BYTES
-#define ZL_TILE_BYTES (256 * 1024) /* activations of a token tile: a share of L2 */
+#define ZL_TILE_BYTES (512 * 1024) /* activations of a token tile: half of L2 */
 #endif
 
 #ifndef ZL_PREFETCH_BYTES
