@@ -39,7 +39,7 @@ from zerolayer.runtime_stub.errors import UnsupportedError
 
 from . import cpu_layouts, formats
 from .cpu_compile import compile_shared_object, cpu_flag, tool_versions
-from .cpu_rows import C_NAMES, ROWS, SCREEN_ROWS, pair_bytes, scratch_bytes
+from .cpu_rows import C_NAMES, ROWS, SCREEN_ROWS, pair_bytes, scratch_bytes, slots_bytes
 from .facts import Target
 from .families import Binaries, Cache, Family
 from .injection import NOTE_SECTION, NOTE_TYPE, Injection, Injector
@@ -108,6 +108,7 @@ class _Module:
         self.operand_index: dict[str, int] = {}
         self.symbols: list[str] = []
         self.scratch = 0
+        self.slots = 0
 
     def operand(self, name: str | None) -> int:
         if name is None:
@@ -157,6 +158,9 @@ class _Module:
             spelled.append(_literal(name, value))
         tile_bytes = _kernel_facts(injector, row, constants)
         self.scratch = max(self.scratch, scratch_bytes(row, constants, tile_bytes))
+        bounds, kv = dict(self.program.bounds), self.program.kv
+        positions = bounds.get("B", 1) * (kv.block_size if kv else 1)
+        self.slots = max(self.slots, slots_bytes(row, constants, bounds.get("T", 1), positions))
         operands = [f"p[{i}]" for i in range(len(call.inputs) + len(call.outputs))]
         instance = _Instance(f"k{len(self.instances)}", row.id, row.function, (*operands, *spelled))
         self.instances[key] = instance
@@ -395,6 +399,7 @@ def _defines(program: Program, module: _Module, shared: Injector) -> list[tuple[
         ("ZL_HIDDEN", "elements of the residual stream", program.hidden_size),
         ("ZL_LAYERS", "layers", program.n_layers),
         ("ZL_SCRATCH_BYTES", "scratch of one thread", module.scratch),
+        ("ZL_SLOTS_BYTES", "spans of attention that threads share", module.slots),
         ("ZL_MAX_HEAD_DIM", "largest head, padded to 16", _largest_head(program)),
         ("ZL_SCREEN_ROWS", "most logit rows of a step that is screened", SCREEN_ROWS),
     ]

@@ -1,7 +1,8 @@
 """The CPU family's kernel table.
 
 In: nothing. Out: ``ROWS`` (one :class:`KernelRow` per kernel and instruction-set level, best
-first), ``C_NAMES`` (how a constant that is a string is spelled in C) and :func:`scratch_bytes`.
+first), ``C_NAMES`` (how a constant that is a string is spelled in C), :func:`scratch_bytes` and
+:func:`slots_bytes`.
 Next file: ``cpu_layouts.py`` (how weights are packed for these kernels).
 
 The code of all levels is one source: ``templates/cpu/zl_simd.h`` maps a few primitives to
@@ -352,3 +353,26 @@ def scratch_bytes(row: KernelRow, constants: Mapping[str, Constant], tile_bytes:
         return tokens * (padded // 32 | 1) * 16 * pair
     tokens = max(8, min(64, 65536 // padded // 8 * 8))  # zl_float_tokens in zl_linear_float.h
     return tokens * padded * 4
+
+
+#: most bytes of slots; a step that needs more shares its attention out by heads
+MOST_SLOTS = 16 << 20
+
+
+def slots_bytes(
+    row: KernelRow, constants: Mapping[str, Constant], tokens: int, positions: int
+) -> int:
+    """Bytes in which a call of ``row`` on ``tokens`` tokens keeps the spans of its attention, each
+    of a context of ``positions``; MOST_SLOTS at most.  A multiple of 64; 0 for all other kernels.
+    """
+    if row.function not in ("zl_paged_attention", "zl_paged_attention_quantize"):
+        return 0
+    heads, kv_heads, hd = (constants[n] for n in ("num_heads", "kv_num_heads", "head_dim"))
+    if not (isinstance(heads, int) and isinstance(kv_heads, int) and isinstance(hd, int)):
+        raise TypeError(f"heads of {row.id} are not integers")
+    most = min(heads // kv_heads, 64)  # ZL_QUERIES
+    runs = kv_heads * -(-(heads // kv_heads) // most)
+    slot = -(-(-(-most // 4) * 4 * (-(-hd // 16) * 16 + 2)) // 16) * 64  # zl_slot_bytes
+    last = positions - 1
+    spans = (last // 256 if last < 512 else last // 512 + 1) + 1  # zl_span_of
+    return min(tokens * runs * spans * slot, MOST_SLOTS)

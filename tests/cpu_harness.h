@@ -1,14 +1,22 @@
 /* What the test library exports besides the kernels; cpu_harness.py includes it after the kernel headers. */
 typedef struct job { zl_task base; int64_t rows; void *const *p; const int64_t *i; const double *d; char *scratch; } job;
+int slots_used; /* by the last call, whether spans of attention met; -1: a counter was not 0 afterwards */
 typedef struct state { int32_t n_threads, n_seqs, max_blocks; const int32_t *token_seq, *positions, *seq_starts, *block_table; int32_t screened; } state;
 static int call(zl_team_fn fn, const state *s, int64_t rows, void *const *p, const int64_t *i, const double *d) {
   zl_team *team = NULL;
   int32_t status = zl_team_create(s->n_threads, NULL, 0, &team);
   if (status) return status;
-  job j = {{0, s->n_threads, s->n_seqs, s->max_blocks, s->token_seq, s->positions, s->seq_starts, s->block_table, NULL, team, s->screened, 0}, rows, p, i, d, NULL};
+  job j = {{0, s->n_threads, s->n_seqs, s->max_blocks, s->token_seq, s->positions, s->seq_starts, s->block_table, NULL, NULL, team, s->screened, 0}, rows, p, i, d, NULL};
   j.scratch = aligned_alloc(64, (size_t)ZL_SCRATCH_BYTES * (size_t)s->n_threads);
-  if (!j.scratch) return 5;
+  char *shared = j.base.shared = aligned_alloc(64, ZL_SHARED_BYTES);
+  if (!j.scratch || !shared) return 5;
+  memset(shared, 0, ZL_MEETINGS * 64);
+  memset(shared + ZL_MEETINGS * 64, 0xff, ZL_SLOTS_BYTES); /* NaN */
   zl_team_run(team, fn, &j);
+  slots_used = 0;
+  for (int64_t n = ZL_MEETINGS * 64; n < (int64_t)ZL_SHARED_BYTES; n++) slots_used |= shared[n] != (char)0xff;
+  for (int64_t n = 0; n < ZL_MEETINGS * 64; n++) if (shared[n]) slots_used = -1;
+  free(shared);
   free(j.scratch);
   zl_team_destroy(team);
   return 0;

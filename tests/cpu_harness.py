@@ -51,6 +51,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
 _BUILDS = tempfile.TemporaryDirectory(prefix="zl-kernels-")  # removed when the process ends
 KV_BLOCK_BYTES = 1 << 16
 SCRATCH_BYTES = 1 << 20
+SLOTS_BYTES = 1 << 16
 
 BLOCK = (
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
@@ -324,6 +325,7 @@ def build(level: str, directory: Path) -> Path:
         *FLAGS,
         f"-DZL_KV_BLOCK_BYTES={KV_BLOCK_BYTES}LL",
         f"-DZL_SCRATCH_BYTES={SCRATCH_BYTES}",
+        f"-DZL_SLOTS_BYTES={SLOTS_BYTES}",
     ]
     command += [
         "-g0",

@@ -34,8 +34,9 @@ KV_BLOCKS = 320
 NEW = 5  # tokens after the prompt
 SEEDED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=7)
 
-# (model, overrides, prompt tokens): attention over more than one span of 1024 positions with
-# grouped heads; a window that moves through chunks of 64, with norms of heads; logits through a cap
+# (model, overrides, prompt tokens): attention over several spans of positions, which threads share,
+# with grouped heads; a window that moves through chunks of 64, with norms of heads; logits through
+# a cap
 MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "llama": ("llama", {"max_position_embeddings": 1400, "num_hidden_layers": 2}, 1100),
     "gemma3": ("gemma3", {"max_position_embeddings": 400, "sliding_window": 70}, 203),

@@ -1,16 +1,17 @@
 /* Paged attention and the KV cache: CacheWrite, PagedAttention, PagedAttentionQuantizeInt8.
  *
- * In: zl_math.h, zl_quantize.h, zl_attention_float.h, zl_attention_bf16.h.  Out: zl_kv_block, zl_cache_put (used by
- * zl_qkv.h), the kernels.  Next file: zl_elementwise.h.
+ * In: zl_math.h, zl_quantize.h, zl_attention_float.h, zl_attention_bf16.h, zl_attention_deal.h.  Out: zl_kv_block,
+ * zl_cache_put (used by zl_qkv.h), the kernels.  Next file: zl_elementwise.h.
  *
  * One layer's share of a KV block, KV = f32 or f16 (zl_attention_float.h; bf16: zl_attention_bf16.h):
  *     K  [kv_heads][head_dim][block_size]     positions are lanes: q . k for 16 positions is one chain of
  *     V  [kv_heads][block_size][head_dim]     multiply-adds with no sum across lanes; elements are lanes
  *
  * A query walks its context in chunks of ZL_CHUNK positions at absolute multiples of ZL_CHUNK with a running maximum
- * (online softmax), restarts the running state every ZL_SPAN positions and merges the spans in order: what is added to
- * what depends on the query's position only, not on the batch, the tile or the threads.
- * Queries that share a KV head (the heads of its group, the tokens of a tile) read K and V together.
+ * (online softmax), restarts the running state where a span ends and merges the spans in order: what is added to what
+ * depends on the query's position only, not on the batch, the tile or the threads.
+ * Queries that share a KV head (the heads of its group, the tokens of a tile) read K and V together.  Of few tokens, the
+ * spans of one context are dealt out to the threads too (zl_attention_deal.h).
  */
 #ifndef ZL_ATTENTION_H
 #define ZL_ATTENTION_H
@@ -18,7 +19,7 @@
 #include "zl_quantize.h"
 
 #define ZL_CHUNK 64   /* positions scored at a time */
-#define ZL_SPAN 1024  /* positions between restarts of the running softmax */
+#define ZL_SPAN 512   /* positions between restarts of the running softmax; the first span is cut in halves */
 #define ZL_QUERIES 64 /* most queries of a tile */
 #define ZL_FETCH_QUERIES 8 /* a tile of so many at most asks for the next chunk */
 #ifndef ZL_MAX_HEAD_DIM
@@ -109,6 +110,10 @@ ZL_KERNEL void zl_cache_write(const zl_task *t, int64_t rows, char *cache_in, co
                  head_dim, block_size, role, kv_dtype);
   }
 }
+
+/* Spans are numbered from a context's first position on: where number n begins, and which one holds position p. */
+ZL_KERNEL int64_t zl_span_begin(int64_t n) { return n < 2 ? n * (ZL_SPAN / 2) : (n - 1) * ZL_SPAN; }
+ZL_KERNEL int64_t zl_span_of(int64_t p) { return p < ZL_SPAN ? p / (ZL_SPAN / 2) : p / ZL_SPAN + 1; }
 
 /* What one query has seen: maximum, sum of e^(s - max), and the weighted sum of V. */
 typedef struct zl_seen {
@@ -231,46 +236,56 @@ ZL_KERNEL void zl_seen_reset(zl_seen *s, int64_t n, int64_t stride) {
   memset(s->out, 0, (size_t)(n * stride) * 4);
 }
 
-/* total = total merged with part, query by query; maxima are in multiples of `unit` */
-ZL_KERNEL void zl_seen_merge(zl_seen *total, const zl_seen *part, int64_t n, int64_t stride, float unit) {
+/* total = total merged with part, query by query */
+ZL_KERNEL void zl_seen_merge(const zl_attention_shape *a, zl_seen *total, const zl_seen *part, int64_t n) {
+  const float unit = a->kv_dtype == ZL_KV_BF16 ? 0x1.62e43p-1f : 1.0f; /* of maxima; ln 2 */
+  const int64_t stride = (a->head_dim + 15) / 16 * 16;
+  float by_total[16], by_part[16];
   for (int64_t i = 0; i < n; i++) {
-    const float top = part->max[i] > total->max[i] ? part->max[i] : total->max[i];
-    const float base = top == -__builtin_inff() ? 0.0f : top;
-    const v16f fa = zl_exp(zl_set((total->max[i] - base) * unit));
-    const v16f fb = zl_exp(zl_set((part->max[i] - base) * unit));
-    total->max[i] = top;
-    total->sum[i] = total->sum[i] * fa[0] + part->sum[i] * fb[0];
+    if (i % 16 == 0) {
+      const v16f before = zl_load_n(total->max + i, n - i), more = zl_load_n(part->max + i, n - i);
+      const v16f top = zl_max(before, more);
+      const v16f base = zl_max(zl_set(-0x1.fffffep127f), top); /* -inf, nothing seen: the least finite score */
+      const v16f ft = zl_exp((before - base) * unit), fp = zl_exp((more - base) * unit);
+      zl_store(by_total, ft);
+      zl_store(by_part, fp);
+      zl_store_n(total->max + i, top, n - i);
+      zl_store_n(total->sum + i, zl_load_n(total->sum + i, n - i) * ft + zl_load_n(part->sum + i, n - i) * fp, n - i);
+    }
     for (int64_t d = 0; d < stride; d += 16) {
       float *o = total->out + i * stride + d;
-      zl_store(o, zl_load(o) * fa + zl_load(part->out + i * stride + d) * fb);
+      zl_store(o, zl_load(o) * by_total[i % 16] + zl_load(part->out + i * stride + d) * by_part[i % 16]);
     }
   }
 }
 
-/* Attention of a tile; results, not yet divided by sum, in `total`. */
-ZL_KERNEL void zl_attend(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, char *k, char *v,
-                         zl_seen *total, zl_seen *part) {
+/* Tokens t0 .. t1 of one sequence x heads h0 .. h0 + heads of one KV head: what a tile is made of.  parts > 1: one
+ * token, and of the `parts` spans that it attends to only number `part`. */
+typedef struct zl_cut {
+  int64_t t0, t1, h0, heads;
+  int64_t part, parts;
+  char *slots;          /* [parts, zl_slot_bytes] */
+  _Atomic int32_t *met; /* parts that are done */
+} zl_cut;
+
+/* Attention of a tile, or of its part; results, not yet divided by sum, in `total`. */
+ZL_KERNEL void zl_attend(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, const zl_cut *cut,
+                         char *k, char *v, zl_seen *total, zl_seen *part) {
   const int64_t stride = (a->head_dim + 15) / 16 * 16;
   int64_t from = tile->from[0], last = tile->last[0];
   for (int64_t i = 1; i < tile->n; i++) {
     if (tile->from[i] < from) from = tile->from[i];
     if (tile->last[i] > last) last = tile->last[i];
   }
+  int64_t span = zl_span_of(from) + cut->part, stop = cut->parts > 1 ? span + 1 : zl_span_of(last) + 1;
   zl_seen *seen = total; /* the first span needs no merging */
-  for (int64_t span = from / ZL_SPAN * ZL_SPAN; span <= last; span += ZL_SPAN, seen = part) {
-    const int64_t begin = span > from ? span : from;
-    const int64_t end = span + ZL_SPAN - 1 < last ? span + ZL_SPAN - 1 : last;
+  for (; span < stop; span++, seen = part) {
+    const int64_t begin = zl_span_begin(span), end = zl_span_begin(span + 1) - 1;
     zl_seen_reset(seen, (tile->n + 3) / 4 * 4, stride);
-    zl_span(t, a, tile, k, v, begin, end, last, seen);
-    const float unit = a->kv_dtype == ZL_KV_BF16 ? 0x1.62e43p-1f : 1.0f; /* ln 2 */
-    if (seen == part) zl_seen_merge(total, part, tile->n, stride, unit);
+    zl_span(t, a, tile, k, v, begin > from ? begin : from, end < last ? end : last, last, seen);
+    if (seen == part) zl_seen_merge(a, total, part, tile->n);
   }
 }
-
-/* Tokens t0 .. t1 of one sequence x heads h0 .. h0 + heads of one KV head: what a tile is made of. */
-typedef struct zl_cut {
-  int64_t t0, t1, h0, heads;
-} zl_cut;
 
 typedef struct zl_attention_io {
   const float *q;           /* [T, H*hd] */
@@ -282,6 +297,11 @@ typedef struct zl_attention_io {
   int64_t H, group;
 } zl_attention_io;
 
+/* the first position that a query at p attends to */
+ZL_KERNEL int64_t zl_first(const zl_attention_shape *a, int64_t p) {
+  return a->window > 0 && p - a->window + 1 > 0 ? p - a->window + 1 : 0;
+}
+
 ZL_KERNEL void zl_fill_tile(zl_queries *tile, const zl_task *t, const zl_attention_shape *a, const zl_attention_io *io,
                             const zl_cut *cut) {
   tile->n = 0;
@@ -291,7 +311,7 @@ ZL_KERNEL void zl_fill_tile(zl_queries *tile, const zl_task *t, const zl_attenti
     for (int64_t h = cut->h0; h < cut->h0 + cut->heads; h++) {
       const int64_t i = tile->n++, p = io->positions[row];
       tile->q[i] = io->q + (row * io->H + h) * a->head_dim;
-      tile->from[i] = a->window > 0 && p - a->window + 1 > 0 ? p - a->window + 1 : 0;
+      tile->from[i] = zl_first(a, p);
       tile->last[i] = p;
     }
   for (int64_t i = tile->n; i % 4; i++) { /* fills the last four; what comes out is not read */
@@ -346,96 +366,7 @@ ZL_KERNEL void zl_results(const zl_attention_io *io, const zl_seen *total, const
   }
 }
 
-/* One tile from queries to results: most of a module's attention code, so it has one caller. */
-ZL_KERNEL void zl_attention_one(const zl_task *t, const zl_attention_io *io, const zl_attention_shape *a,
-                                const zl_cut *cut) {
-  const int64_t hd = a->head_dim;
-  _Alignas(64) float out[2][ZL_QUERIES * ZL_MAX_HEAD_DIM];
-  zl_seen total, part;
-  zl_queries tile;
-  total.out = out[0];
-  part.out = out[1];
-  zl_fill_tile(&tile, t, a, io, cut);
-#if defined(__AVX512BF16__)
-  _Alignas(64) uint32_t pairs[ZL_QUERIES * ZL_MAX_HEAD_DIM / 2];
-  for (int64_t i = 0; a->kv_dtype == ZL_KV_BF16 && i < tile.n; i++) {
-    tile.pairs[i] = pairs + i * (hd / 2);
-    zl_pairs(tile.q[i], zl_query_scale(a), pairs + i * (hd / 2), hd);
-  }
-  for (int64_t i = tile.n; i % 4; i++) tile.pairs[i] = pairs;
-#endif
-  zl_attend(t, a, &tile, io->k, io->v, &total, &part);
-  zl_results(io, &total, cut, hd);
-}
-
-/* A thread's tiles of a call.  Few tokens: the query heads of all tokens in one row, an equal share to each thread; a
- * share is cut where the KV head changes, so that heads of a group still read K and V together.  Many: items of tokens
- * x the heads of a group, dealt out; an item whose tokens span sequences is several tiles. */
-typedef struct zl_tiles {
-  int64_t rows, H, group;
-  int64_t most;       /* heads of a tile */
-  int few;
-  int64_t next, end;  /* in hand: few tokens: heads; many: tokens of an item */
-  int64_t tokens;     /* of an item */
-  int64_t h0, heads;  /* the item's */
-  zl_deal deal;
-} zl_tiles;
-
-/* Tokens of an item at most; fewer if that leaves threads idle, but eights while there are so many: see zl_results. */
-ZL_KERNEL int64_t zl_item_tokens(const zl_task *t, int64_t rows, int64_t most, int64_t runs) {
-  const int64_t room = ZL_QUERIES / most;
-  int64_t tokens = room > 8 ? room / 8 * 8 : room;
-  while (t->n_threads > 1 && tokens > 1 && (rows + tokens - 1) / tokens * runs < 2 * (int64_t)t->n_threads)
-    tokens = tokens > 8 ? tokens - 8 : tokens / 2;
-  return tokens;
-}
-
-ZL_KERNEL zl_tiles zl_tiles_begin(const zl_task *t, int64_t rows, const zl_attention_io *io) {
-  const int64_t group = io->group, most = group < ZL_QUERIES ? group : ZL_QUERIES;
-  const int64_t runs = io->H / group * ((group + most - 1) / most);
-  const int64_t tokens = zl_item_tokens(t, rows, most, runs);
-  zl_tiles w = {rows, io->H, group, most, rows * (io->H / group) < 4 * (int64_t)t->n_threads, 0, 0, tokens, 0, 0,
-                /* later tokens see longer contexts: the thread whose items are early ends first and helps */
-                {(rows + tokens - 1) / tokens * runs, 0, 0, 0}};
-  if (w.few) zl_share(t, rows * w.H, &w.next, &w.end);
-  return w;
-}
-
-/* Few tokens: heads of one token. */
-ZL_KERNEL int zl_next_heads(zl_tiles *w, zl_cut *cut) {
-  if (w->next == w->end) return 0;
-  const int64_t h0 = w->next % w->H, left = w->group - h0 % w->group, share = w->end - w->next;
-  int64_t heads = left < share ? left : share;
-  if (heads > w->most) heads = w->most;
-  *cut = (zl_cut){w->next / w->H, w->next / w->H + 1, h0, heads};
-  w->next += heads;
-  return 1;
-}
-
-/* Many: tokens of one sequence, of the item in hand or the next one. */
-ZL_KERNEL int zl_next_tokens(const zl_task *t, zl_tiles *w, zl_cut *cut) {
-  if (w->next == w->end) {
-    const int64_t parts = (w->group + w->most - 1) / w->most, runs = w->H / w->group * parts;
-    int64_t item;
-    if (!zl_deal_item(t, &w->deal, &item)) return 0;
-    const int64_t skip = item % parts * w->most, left = w->group - skip; /* heads of the group */
-    w->h0 = item % runs / parts * w->group + skip;
-    w->heads = left < w->most ? left : w->most;
-    w->next = item / runs * w->tokens;
-    w->end = w->next + w->tokens < w->rows ? w->next + w->tokens : w->rows;
-  }
-  *cut = (zl_cut){w->next, w->next + 1, w->h0, w->heads};
-  while (cut->t1 < w->end && t->token_seq[cut->t1] == t->token_seq[cut->t0]) cut->t1++;
-  w->next = cut->t1;
-  return 1;
-}
-
-ZL_KERNEL void zl_attention_all(const zl_task *t, int64_t rows, const zl_attention_io *io,
-                                const zl_attention_shape *a) {
-  zl_tiles tiles = zl_tiles_begin(t, rows, io);
-  zl_cut cut;
-  while (tiles.few ? zl_next_heads(&tiles, &cut) : zl_next_tokens(t, &tiles, &cut)) zl_attention_one(t, io, a, &cut);
-}
+#include "zl_attention_deal.h"
 
 /* q f32[T, H*hd], k_cache, v_cache, positions i32[T], seq_starts, block_table -> y f32[T, H*hd] */
 ZL_KERNEL void zl_paged_attention(const zl_task *t, int64_t rows, const float *q, char *k_cache, char *v_cache,

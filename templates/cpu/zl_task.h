@@ -5,8 +5,10 @@
  *
  * A kernel is `static inline void zl_xxx(const zl_task *t, int64_t rows, inputs.., outputs.., constants..)`.
  * All threads of the team call it with their own task; each does its own share and returns: there is no barrier
- * inside a kernel, and no kernel reads what another thread writes in the same call.  The value of a row never
- * depends on the other rows of the batch nor on the number of threads (batch invariance).
+ * inside a kernel, no thread waits for another, and no kernel reads what another thread writes in the same call, with
+ * one exception: spans of attention meet in `shared` (zl_attention_deal.h).  Who is done with a span adds one to a
+ * counter there, and only who finds it complete reads the others' (acquire and release); it leaves the counter 0.  The
+ * value of a row never depends on the other rows of the batch nor on the number of threads (batch invariance).
  *
  * KV pointers (`char *k`) point at the kernel's buffer inside KV block 0: kv + offset in block.  Block b of the
  * pool is at + b * ZL_KV_BLOCK_BYTES.
@@ -25,6 +27,12 @@
 #ifndef ZL_SCRATCH_BYTES
 #define ZL_SCRATCH_BYTES 0 /* per thread; the largest cpu_rows.scratch_bytes() of the module's calls */
 #endif
+
+#ifndef ZL_SLOTS_BYTES
+#define ZL_SLOTS_BYTES 0 /* what spans of attention are kept in: cpu_rows.slots_bytes(); 0: no call has any */
+#endif
+#define ZL_MEETINGS 1024 /* most contexts of a call whose spans meet; a counter each, alone on its cache line */
+#define ZL_SHARED_BYTES ((size_t)(ZL_SLOTS_BYTES ? ZL_MEETINGS * 64 + ZL_SLOTS_BYTES : 0))
 
 #ifndef ZL_SCREEN_ROWS
 #define ZL_SCREEN_ROWS 8 /* cpu_rows.SCREEN_ROWS: more logit rows compute for longer than they read (zl_screen.h) */
@@ -62,6 +70,7 @@ typedef struct zl_task {
   const int32_t *seq_starts;   /* [S + 1] */
   const int32_t *block_table;  /* [S, B] */
   char *scratch;               /* [ZL_SCRATCH_BYTES], 64-byte aligned, this thread's own */
+  char *shared;                /* [ZL_SHARED_BYTES], 64-byte aligned, the whole team's: counters, 0, then slots */
   zl_team *team;
   int32_t screened;            /* only each row's largest logit is asked for: zl_screen.h */
   int32_t deal;                /* the call's cursors in the team, < 0: its items are dealt out beforehand */
