@@ -30,7 +30,7 @@ half, 6 to 8 of a sub-scale, 2 to 8 of a code), so it is exact in float32 and on
 addition rounds: fused multiply-add gives the same bits as multiply and add, and folding
 ``zero_point`` into ``min`` changes nothing.
 
-Q8_HIGH and Q8_LOW are no file's: :func:`split_q8_0` makes them, the upper six and the lower two
+Q8_HIGH and Q8_LOW are no file's: :func:`part_of_q8_0` makes them, the upper six and the lower two
 bits of a Q8_0 code, each with the scale; their values add up to Q8_0's exactly.
 """
 
@@ -502,12 +502,14 @@ def _pack_two_bits(codes: U8) -> U8:
     return packed
 
 
-def split_q8_0(raw: U8) -> tuple[U8, U8]:
-    """``raw`` uint8 [N, row_bytes] of Q8_0 -> the same rows as Q8_HIGH and as Q8_LOW."""
+def part_of_q8_0(part: str, raw: U8) -> U8:
+    """``raw`` uint8 [N, row_bytes] of Q8_0 -> the same rows in ``part``: Q8_HIGH or Q8_LOW."""
     blocks = raw.reshape(raw.shape[0], -1, FORMATS["Q8_0"].block_bytes)
-    scale, codes = blocks[:, :, :2], blocks[:, :, 2:] ^ np.uint8(128)  # signed -> + 128
-    upper = codes >> np.uint8(2)
-    nibbles = (upper[:, :, :16] & np.uint8(15)) | (upper[:, :, 16:] << np.uint8(4))
-    high = np.concatenate([scale, nibbles, _pack_two_bits(upper >> np.uint8(4))], axis=2)
-    low = np.concatenate([scale, _pack_two_bits(codes & np.uint8(3))], axis=2)
-    return high.reshape(len(raw), -1), low.reshape(len(raw), -1)
+    scale, codes = blocks[:, :, :2], blocks[:, :, 2:]
+    if part == "Q8_LOW":
+        bits = [_pack_two_bits(codes & np.uint8(3))]
+    else:
+        upper = (codes ^ np.uint8(128)) >> np.uint8(2)  # signed -> + 128
+        nibbles = (upper[:, :, :16] & np.uint8(15)) | (upper[:, :, 16:] << np.uint8(4))
+        bits = [nibbles, _pack_two_bits(upper >> np.uint8(4))]
+    return np.concatenate([scale, *bits], axis=2).reshape(len(raw), -1)

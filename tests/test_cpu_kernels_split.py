@@ -24,13 +24,17 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return kernels_for(request.param)
 
 
+def halves(raw: Any) -> list[Any]:
+    return [formats.part_of_q8_0(part, raw) for part in ("Q8_HIGH", "Q8_LOW")]
+
+
 class Split:
     """A projection of Q8_0, its halves, and the kernels over them."""
 
     def __init__(self, kernels: Kernels, raw: Any, spread: Any = None) -> None:
         self.kernels, self.raw = kernels, raw
         self.n, self.k = len(raw), raw.shape[1] // 34 * 32
-        self.halves = formats.split_q8_0(raw)
+        self.halves = halves(raw)
         self.high, self.low = (
             packed(f, h) for f, h in zip(("Q8_HIGH", "Q8_LOW"), self.halves, strict=True)
         )
@@ -202,7 +206,7 @@ def test_the_spread_and_the_norms() -> None:
     assert np.array_equal(spread_of(raw * np.uint8(0), None), np.ones(96, np.float32))
     spread = spread_of(raw, gain)
     some = raw[:50]
-    low = formats.dequantize("Q8_LOW", formats.split_q8_0(some)[1]).astype(np.float64)
+    low = formats.dequantize("Q8_LOW", halves(some)[1]).astype(np.float64)
     exact = np.linalg.norm(low / spread, axis=1)
     norms = low_norms(some, spread)
     assert (norms >= exact).all() and (norms <= exact * (1 + 1e-5) + 1e-44).all()
@@ -212,7 +216,7 @@ def test_rows_of_the_table(kernels: Kernels) -> None:
     """To the bit those of Q8_0."""
     rng = np.random.default_rng(8)
     raw = quantized(gaussian(rng, 35, 160))
-    high, low = formats.split_q8_0(raw)
+    high, low = halves(raw)
     tokens = np.array([0, 34, 15, 16, 16], np.int32)
     for scale in (1.0, 24.0, 0.1):
         y = np.zeros((5, 160), np.float32)

@@ -211,7 +211,7 @@ def test_the_halves_of_q8_0_add_up_to_it() -> None:
     """To the bit, for every code and finite scale; a half's values are what its bits say."""
     raw = random_raw("Q8_0", 64, 5)
     raw.reshape(64, 5, 34)[:, :, 1] &= 0xBF  # no exponent of infinity
-    high, low = formats.split_q8_0(raw)
+    high, low = (formats.part_of_q8_0(part, raw) for part in ("Q8_HIGH", "Q8_LOW"))
     assert high.shape == (64, 5 * 26) and low.shape == (64, 5 * 10)
     both = formats.dequantize("Q8_HIGH", high) + formats.dequantize("Q8_LOW", low)
     assert same_bits(canonical_zero(both), canonical_zero(reference("Q8_0", raw)))

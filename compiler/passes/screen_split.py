@@ -37,12 +37,11 @@ def split_values(
     divided by the spread, float32 [K] the spread.  ``gain``: :func:`gain_before`."""
     tensor = weight.const_value
     assert tensor is not None
-    halves = {HIGH: 0, LOW: 1}
 
     def load_half(format: str, value: ir.Value) -> ir.TensorProtocol:
         out = np.empty((head.rows, formats.row_bytes(format, head.columns)), np.uint8)
         for start, raw in _rows(tensor.numpy(), head):
-            out[start : start + len(raw)] = formats.split_q8_0(raw)[halves[format]]
+            out[start : start + len(raw)] = formats.part_of_q8_0(format, raw)
         return ir.Tensor(out, name=value.name)
 
     def load_spread() -> ir.TensorProtocol:
@@ -133,15 +132,15 @@ def low_norms(raw: U8, spread: F32) -> F32:
     block = formats.FORMATS[SPLIT]
     blocks = np.ascontiguousarray(raw).reshape(len(raw), -1, block.block_bytes)
     d = blocks[:, :, :2].copy().view("<f2")[:, :, 0].astype(np.float64)
-    low = blocks[:, :, 2:] & np.uint8(3)
-    by = (1.0 / spread.astype(np.float64)).reshape(-1, block.block_elems)
-    square = np.array([2.25, 0.25, 0.25, 2.25])[low]  # (code - 1.5) ** 2
+    low = np.ascontiguousarray(blocks[:, :, 2:].reshape(len(raw), -1).T) & np.uint8(3)  # [K, N]
+    by = 1.0 / spread.astype(np.float64)
+    square = np.array([2.25, 0.25, 0.25, 2.25])  # (code - 1.5) ** 2
     norm = np.zeros(len(raw))
     with np.errstate(invalid="ignore", over="ignore"):
         for b in range(d.shape[1]):  # column by column: the same bits whatever vectors numpy has
             part = np.zeros(len(raw))
-            for j in range(block.block_elems):
-                part += square[:, b, j] * (by[b, j] * by[b, j])
+            for k in range(b * block.block_elems, (b + 1) * block.block_elems):
+                part += (square * (by[k] * by[k]))[low[k]]
             norm += part * (d[:, b] * d[:, b])
         above = np.nextafter(
             (np.sqrt(norm) * (1 + 2.0**-20)).astype(np.float32), np.float32(np.inf)
