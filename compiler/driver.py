@@ -400,7 +400,7 @@ def _requantized(graph: ir.Model) -> bool:
 
 
 def _is_screened(program: Program) -> bool:
-    """Whether greedy steps look at a copy of the output projection first."""
+    """Whether greedy steps bound the logits first and compute those that can be the largest."""
     return any(c.op in BOUNDS for e in program.entry_points for c in e.calls)
 
 

@@ -31,7 +31,7 @@ OPTIONS = [
 ]  # fmt: skip
 
 #: operators that pick rows -> which of their inputs are (table, indices)
-_PICKS = {"Embed": (1, 0), "Gather": (0, 1)}
+_PICKS = {"Embed": (1, 0), "SplitEmbed": (1, 0), "Gather": (0, 1)}
 
 
 def symbol_order(entry: dict[str, Any], buffers: dict[str, dict[str, Any]]) -> list[str]:

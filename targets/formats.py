@@ -233,7 +233,7 @@ def _block_format(format: str) -> BlockFormat:
     fmt = FORMATS.get(format)
     if fmt is None:
         raise UnsupportedError(
-            f"unknown block format {format!r}", next_step=f"supported: {', '.join(FORMATS)}"
+            f"unknown block format {format!r}", next_step=f"supported: {', '.join(FILE_FORMATS)}"
         )
     return fmt
 

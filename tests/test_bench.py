@@ -18,10 +18,11 @@ sys.path.insert(0, str(ROOT))
 sys.path.append(str(ROOT / "bench" / "runners"))
 
 import common  # noqa: E402
+from zerolayer.targets.program import SCREENED  # noqa: E402
 
 from bench import measure, prepare, report, results, start  # noqa: E402
 from bench.matrix import LINES, SUITES, Line  # noqa: E402
-from bench.work import Work, work  # noqa: E402
+from bench.work import _SCREENED, Work, work  # noqa: E402
 
 MANIFEST: dict[str, Any] = {
     "memory": {"kv_bytes_per_token": 512},
@@ -353,3 +354,7 @@ def test_prompts_stay_in_a_small_vocabulary() -> None:
     for words in (1, 7, 300, 301, 512):
         assert all(0 <= i < words for i in common.prompt_ids(64, 3, words))
     assert min(common.prompt_ids(64)) >= 300
+
+
+def test_the_operators_of_a_screened_projection_are_the_targets() -> None:
+    assert set(_SCREENED) == SCREENED

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,15 @@ from tiny_models import make_model
 from zerolayer.compiler.frontends.config import ModelConfig
 from zerolayer.compiler.graph import domain
 from zerolayer.compiler.passes import PassOptions, check_passes, run_passes
-from zerolayer.compiler.passes.screen import why_not
+from zerolayer.compiler.passes.edit import domain_node
+from zerolayer.compiler.passes.screen import screen_head, why_not
+from zerolayer.compiler.passes.screen_split import gain_before
 from zerolayer.runtime_stub.container import open_artifact
 from zerolayer.runtime_stub.driver_cpu import CpuEngine
 from zerolayer.runtime_stub.laps import Recorder
 from zerolayer.runtime_stub.step import SamplingParams, StepBatch
 from zerolayer.runtime_stub.work import work_of
-from zerolayer.targets import cpu, cpu_rows, roofline
+from zerolayer.targets import cpu, cpu_rows, program, roofline
 from zerolayer.targets.facts import load_target, resolve_host
 from zerolayer.targets.program import Program
 
@@ -294,6 +297,84 @@ def test_what_cannot_be_screened_and_why() -> None:
         model = graph_of(config, head)
         assert not any(n.op_type.startswith("HeadBounds") for n in model.graph), name
         assert why_not(model) == why
+
+
+def test_a_projection_that_others_read_is_left_alone() -> None:
+    """But for embeddings, any number of them; and nothing is left behind by a refusal."""
+    config = replace(CONFIG, tied_embeddings=True)
+
+    def final(model: ir.Model, **options: Any) -> list[str]:
+        passed = run_passes(model, PassOptions(screen=lambda _head: True, **options))
+        return [n.op_type for n in passed.graph]
+
+    model = tiny_decoder(config, "Q4_1", head="Q8_0")
+    assert sum(op.startswith("Split") for op in final(model)) == 2  # bounds, embedding
+    refused = final(model, supports=lambda q: "no" if q.op == "ScreenedSplitLinear" else None)
+    plain = run_passes(model, PassOptions())
+    assert refused == [n.op_type for n in plain.graph]
+    assert not any("Split" in op for op in refused) and "Embed_Q8_0" in refused
+    (embed,) = [n for n in plain.graph if n.op_type == "Embed_Q8_0"]
+    second = domain_node("Embed_Q8_0", embed.inputs, {"scale": 2.0}, "again")
+    strange = domain_node("Dequantize_Q8_0", [embed.inputs[1]], {}, "strange")
+    for extra, split in ((second, True), (strange, False)):
+        graph = plain.clone()
+        weight = graph.graph.initializers["embed.weight"]
+        inputs = [weight if v is embed.inputs[1] else v for v in extra.inputs]
+        inputs = [graph.graph.inputs[0] if v is embed.inputs[0] else v for v in inputs]
+        node = domain_node(extra.op_type, inputs, {"scale": 2.0} if split else {}, "extra")
+        graph.graph.append(node)
+        graph.graph.outputs.append(node.outputs[0])
+        screen_head(graph, PassOptions(screen=lambda _head: True))
+        ops = [n.op_type for n in graph.graph]
+        assert sum(op.startswith("SplitEmbed") for op in ops) == (2 if split else 0)
+        if not split:
+            assert why_not(graph) == "its weights are read by Dequantize_Q8_0 too"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "interleaved-tied"])
+@pytest.mark.parametrize("fusion", ["conservative", "balanced", "aggressive"])
+def test_the_gain_of_the_norm_before_is_found(name: str, fusion: Any) -> None:
+    """RMS and layer norms, fused with the rounding or not."""
+    model = run_passes(decoder(CONFIGS[name], ("Q8_0",)), PassOptions(fusion=fusion))
+    (node,) = [v.producer() for v in model.graph.outputs if v.name == "logits"]
+    assert node is not None
+    gain = gain_before(node)
+    weight = model.graph.initializers["final_norm.weight"].const_value
+    assert gain is not None and weight is not None
+    assert np.array_equal(gain, weight.numpy().astype(np.float32).reshape(-1))
+
+
+@pytest.mark.parametrize("head,quantize", [("Q8_0", "keep"), ("BF16", "int8"), ("BF16", "int4")])
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_became_of_a_weight_is_recorded(head: str, quantize: Any, tied: bool) -> None:
+    """Its own format and every step; the bodies of the new operators run."""
+    config = replace(TINY, tied_embeddings=tied)
+    model = tiny_decoder(config, "BF16", head=head)
+    options = PassOptions(quantize=quantize, screen=lambda _head: True)
+    passed = run_passes(model, options)
+    for name in ("high", "low", "norms", "spread"):
+        value = passed.graph.initializers[f"{'embed' if tied else 'lm_head'}.weight.{name}"]
+        assert value.metadata_props["source_format"] == head
+        steps = value.metadata_props["transform"].split("; ")
+        assert steps[:-1] == ([] if head == "Q8_0" else ["quantized to Q8_0"])
+    if quantize == "keep":
+        reports = {r.name: r for r in check_passes(model, options)}
+        assert reports["screen-head"].changed and reports["screen-head"].error < 1e-5
+
+
+def test_the_names_of_the_operators_are_the_same_everywhere() -> None:
+    """The loader has lists of its own: it imports nothing of the targets."""
+    step: Any = SimpleNamespace(exact_groups=1, sequences=[])
+    for op in (*program.BOUNDS, *program.SCREENED, *program.EMBEDS, "Linear"):
+        assert op in domain.OPERATORS
+        call = {"op": op, "constants": {"N": 32}, "weight_bytes": 100, "flops_per_row": 10,
+                "activation_bytes_per_row": 7, "name": "x"}  # fmt: skip
+        idle, work = (work_of({}, [call], step, {0: rows})[0] for rows in (0, 1))
+        assert work.bytes == 100 * (0.5 if op in program.SCREENED else 1) + 7 * (
+            op in program.EMBEDS
+        )
+        assert (idle.bytes == 0) == (op in program.BOUNDS)
+        assert work.activation_bytes == (0 if op in program.EMBEDS else 7)
 
 
 def test_check_passes_runs_the_bodies() -> None:

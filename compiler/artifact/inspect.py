@@ -91,7 +91,7 @@ def summary(artifact: Artifact) -> dict[str, Any]:
         "weights_bytes": artifact.weights_size,
         "member_bytes": dict(sorted(sizes.items())),
         "kernel_calls": sum(len(_rows(e, "calls")) for e in _rows(manifest, "entry_points")),
-        "screening_copy_bytes": sum(
+        "screening_bytes": sum(
             _count(call, "weight_bytes")
             for entry in _rows(manifest, "entry_points")
             for call in _rows(entry, "calls")

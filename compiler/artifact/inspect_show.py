@@ -70,7 +70,7 @@ def _summary(data: Mapping[str, Any]) -> dict[str, str]:
         "": ", ".join(f"{name} {size(n)}" for name, n in sizes.items()),
         "kernels": f"{data.get('kernel_calls')} calls",
         "tensors": ", ".join(f"{n} {_plain(name)}" for name, n in formats.items()) or "none",
-        **_projection(data.get("screening_copy_bytes")),
+        **_projection(data.get("screening_bytes")),
         "numerics": _plain(numerics.get("status", "not run")),
         **({"batch-invariant": "yes" if promise is True else "no"} if promise is not None else {}),
         "options": _items(_options(data)),
@@ -94,11 +94,11 @@ def _summary(data: Mapping[str, Any]) -> dict[str, str]:
     return rows
 
 
-def _projection(copy: object) -> dict[str, str]:
+def _projection(read: object) -> dict[str, str]:
     """The row about a screened output projection, where there is one."""
-    if not isinstance(copy, int) or copy == 0:
+    if not isinstance(read, int) or read == 0:
         return {}
-    return {"head": f"screened: {size(copy)} tell a greedy step which logits it has to compute"}
+    return {"head": f"screened: {size(read)} tell a greedy step which logits it has to compute"}
 
 
 def _items(data: object) -> str:

@@ -27,6 +27,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from zerolayer.runtime_stub.errors import InputFileError
 from zerolayer.targets import formats as weight_formats
+from zerolayer.targets.program import EMBEDS
 
 from . import domain
 from .places import layer_of, needed_nodes, residual_taps
@@ -184,7 +185,7 @@ class _PartBuilder:
             names = [n.rstrip("?") for n in domain.input_names(op_type)]
             at = [names.index(w) for w in domain.OPERATORS[sig.base].weights]
             stored = all((v := node.inputs[i]) is not None and v.is_initializer() for i in at)
-            if self.fold and stored and sig.base not in ("Embed", "Dequantize"):
+            if self.fold and stored and sig.base not in (*EMBEDS, "Dequantize"):
                 formats = dict(zip(at, sig.formats, strict=True))
                 plain = ["F32"] * len(at)
                 op_type = domain.op_name(sig.base, plain, sig.activations, sig.variant)

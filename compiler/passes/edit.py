@@ -36,6 +36,11 @@ def domain_producer(value: ir.Value | None, *bases: str) -> ir.Node | None:
     return None
 
 
+def domain_base(node: ir.Node) -> str:
+    """The base of a domain node's name; empty for any other node."""
+    return domain.parse(node.op_type).base if node.domain == domain.DOMAIN else ""
+
+
 def only_consumer(value: ir.Value) -> ir.Node | None:
     """The one node that reads ``value``; None when there are several reads or it is an output."""
     return next(iter(value.uses())).node if used_once(value) else None

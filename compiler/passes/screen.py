@@ -1,8 +1,9 @@
 """The screening pass: a greedy step finds its largest logits without reading the whole projection.
 
-In: the step graph with the final format and activations of its output projection.  Out: the same
-logits, with bounds before them that say which can be the largest.  Next file:
-``../lower``; the bounds are derived in ``templates/cpu/zl_screen.h`` and ``zl_screen_split.h``.
+In: the step graph with the final format and activations of its output projection.  Out: its logits
+(of Q8_0: as the sum of two products), with bounds before them that say which can be the largest.
+Next file: ``../lower``; the bounds are derived in ``templates/cpu/zl_screen.h`` and
+``zl_screen_split.h``.
 
 Decoding reads every weight once for each token, and the output projection is the largest of them.
 Most groups of 16 logits are told apart from the largest by fewer bits than the weights have, and
@@ -32,9 +33,19 @@ from zerolayer.compiler.graph import domain
 from zerolayer.compiler.graph.execute import dequantize_tensor
 from zerolayer.targets import formats
 
-from .edit import bundle, dims, discard, domain_node, lazy_initializer, number, operands, replace
+from .edit import (
+    bundle,
+    dims,
+    discard,
+    domain_base,
+    domain_node,
+    lazy_initializer,
+    number,
+    operands,
+    replace,
+)
 from .options import Head, PassOptions, supported
-from .screen_split import HIGH, LOW, SPLIT, gain_before, split_values
+from .screen_split import HIGH, LOW, SPLIT, gain_before, made_from, split_values
 
 F32 = npt.NDArray[np.float32]
 
@@ -111,14 +122,10 @@ def _find(model: ir.Model) -> tuple[ir.Node, Head] | str:
     if columns % formats.FORMATS[COPY].block_elems:
         return f"rows of {columns} are not whole blocks of {COPY}"
     others = [use.node for use in weight.uses() if use.node is not node]
-    strange = [n.op_type for n in others if not _embeds(n)]
+    strange = [n.op_type for n in others if domain_base(n) != "Embed"]
     if format == SPLIT and strange:
         return f"its weights are read by {strange[0]} too"
     return node, Head(format, rows, columns, sig.activations)
-
-
-def _embeds(node: ir.Node) -> bool:
-    return node.domain == domain.DOMAIN and domain.parse(node.op_type).base == "Embed"
 
 
 def _beside(model: ir.Model, node: ir.Node, head: Head) -> _Plan:
@@ -175,11 +182,9 @@ def _copy(model: ir.Model, weight: ir.Value, head: Head) -> tuple[ir.Value, ir.V
         return ir.Tensor(out, name=norms.name)
 
     copy, norms = ir.Value(name=f"{weight.name}.int8"), ir.Value(name=f"{weight.name}.norms")
-    source = {"source": weight.metadata_props.get("source", weight.name or "")}
-    notes = source | {"source_format": head.format, "format": COPY}
-    notes["transform"] = f"screening copy in {COPY}"
+    notes = made_from(weight, head, COPY, f"screening copy in {COPY}")
     lazy_initializer(copy, load_copy, ir.DataType.UINT8, (head.rows, row_bytes), notes)
-    notes |= {"format": "F32", "transform": "norms of the screening copy's error and of the rows"}
+    notes = made_from(weight, head, "F32", "norms of the screening copy's error and of the rows")
     lazy_initializer(norms, load_norms, ir.DataType.FLOAT, (2, head.rows), notes)
     return copy, norms
 

@@ -17,7 +17,10 @@
  * The kernel that computes a logit makes the product with Q8_HIGH by the same operations as the bounds: the same bits.
  * Its product with Q8_LOW errs by at most gamma(n) times the sum of magnitudes, n = K / 16 + 8 (zl_dot_int8: two
  * multiply-adds for 32 columns); as that takes l = scale * code - 1.5 scale apart, with code up to 3 and |l| at least
- * scale / 2, the magnitudes are at most 9 |l| |x|.  The last addition and those here: relative to what is added. */
+ * scale / 2, the magnitudes are at most 7 |l| |x| (9 are counted).  The last addition and those here: relative to what is
+ * added.  Numbers below 2^-126, which s x and the products can fall to: 2^-125 for each column in the norm, 2^-120 in the
+ * bound.  A bound of 2^120 and more, whose sums could leave the range of float, is taken for infinite, which computes the
+ * group; where the product with Q8_HIGH itself overflows, so does the logit's, which is made of it. */
 #ifndef ZL_SCREEN_SPLIT_H
 #define ZL_SCREEN_SPLIT_H
 #include "zl_screen.h"

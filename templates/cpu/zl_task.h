@@ -35,7 +35,7 @@
 #define ZL_SHARED_BYTES ((size_t)(ZL_SLOTS_BYTES ? ZL_MEETINGS * 64 + ZL_SLOTS_BYTES : 0))
 
 #ifndef ZL_SCREEN_ROWS
-#define ZL_SCREEN_ROWS 8 /* cpu_rows.SCREEN_ROWS: more logit rows compute for longer than they read (zl_screen.h) */
+#define ZL_SCREEN_ROWS 8 /* cpu_rows.SCREEN_ROWS: more logit rows compute for longer than they read (zl_screen.h, _split.h) */
 #endif
 
 #if defined(__AVX512BW__) /* x86-64-v4 tuning would split vectors into halves without being told */
