@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from .detect import HostFacts
 
-#: the Python interpreter, the loader, the tokenizer and the code object
+#: the Python interpreter, the loader, the tokenizer, the code object, its scratch and its slots
 RESERVE_BYTES = 96 << 20
 
 

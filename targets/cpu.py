@@ -159,8 +159,9 @@ class _Module:
         tile_bytes = _kernel_facts(injector, row, constants)
         self.scratch = max(self.scratch, scratch_bytes(row, constants, tile_bytes))
         bounds, kv = dict(self.program.bounds), self.program.kv
-        positions = bounds.get("B", 1) * (kv.block_size if kv else 1)
-        self.slots = max(self.slots, slots_bytes(row, constants, bounds.get("T", 1), positions))
+        if kv is not None:
+            positions = bounds["B"] * kv.block_size
+            self.slots = max(self.slots, slots_bytes(row, constants, bounds["T"], positions))
         operands = [f"p[{i}]" for i in range(len(call.inputs) + len(call.outputs))]
         instance = _Instance(f"k{len(self.instances)}", row.id, row.function, (*operands, *spelled))
         self.instances[key] = instance

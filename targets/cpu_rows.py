@@ -362,17 +362,16 @@ MOST_SLOTS = 16 << 20
 def slots_bytes(
     row: KernelRow, constants: Mapping[str, Constant], tokens: int, positions: int
 ) -> int:
-    """Bytes in which a call of ``row`` on ``tokens`` tokens keeps the spans of its attention, each
-    of a context of ``positions``; MOST_SLOTS at most.  A multiple of 64; 0 for all other kernels.
+    """Bytes in which a call of ``row`` on ``tokens`` tokens can keep the spans of its attention,
+    each of a context of ``positions``, every head apart; MOST_SLOTS at most.  A multiple of 64; 0
+    for all other kernels.
     """
     if row.function not in ("zl_paged_attention", "zl_paged_attention_quantize"):
         return 0
     heads, kv_heads, hd = (constants[n] for n in ("num_heads", "kv_num_heads", "head_dim"))
     if not (isinstance(heads, int) and isinstance(kv_heads, int) and isinstance(hd, int)):
         raise TypeError(f"heads of {row.id} are not integers")
-    most = min(heads // kv_heads, 64)  # ZL_QUERIES
-    runs = kv_heads * -(-(heads // kv_heads) // most)
-    slot = -(-(-(-most // 4) * 4 * (-(-hd // 16) * 16 + 2)) // 16) * 64  # zl_slot_bytes
+    slot = -(-4 * (-(-hd // 16) * 16 + 2) // 16) * 64  # zl_slot_bytes of one head
     last = positions - 1
     spans = (last // 256 if last < 512 else last // 512 + 1) + 1  # zl_span_of
-    return min(tokens * runs * spans * slot, MOST_SLOTS)
+    return min(tokens * heads * spans * slot, MOST_SLOTS)

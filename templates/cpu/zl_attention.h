@@ -118,7 +118,7 @@ ZL_KERNEL int64_t zl_span_of(int64_t p) { return p < ZL_SPAN ? p / (ZL_SPAN / 2)
 /* What one query has seen: maximum, sum of e^(s - max), and the weighted sum of V. */
 typedef struct zl_seen {
   float max[ZL_QUERIES], sum[ZL_QUERIES];
-  float *out; /* [ZL_QUERIES][head_dim padded to 16] */
+  float *out; /* [queries][head_dim padded to 16]: ZL_QUERIES, in a slot the cut's heads, rounded up to 4 */
 } zl_seen;
 
 /* The queries of a tile: token i / heads, head i % heads of the tile. */
@@ -264,7 +264,7 @@ ZL_KERNEL void zl_seen_merge(const zl_attention_shape *a, zl_seen *total, const 
 typedef struct zl_cut {
   int64_t t0, t1, h0, heads;
   int64_t part, parts;
-  char *slots;          /* [parts, zl_slot_bytes] */
+  char *slots;          /* [parts, zl_slot_bytes(heads)] */
   _Atomic int32_t *met; /* parts that are done */
 } zl_cut;
 

@@ -5,7 +5,8 @@
  * Many tokens: items of tokens x the heads of a KV head, dealt out (zl_deal).  Few tokens (decoding) are fewer items
  * than would keep the threads busy, or as large as contexts are long, so their spans are dealt out too.  Each is kept in
  * a slot of the team's memory; the thread that ends a context's last one merges them, in the order in which one thread
- * would have done it: the same bits.  Where there is one thread, or no room, heads are shared out instead.
+ * would have done it: the same bits.  Where there is one thread, one span, no room or another
+ * attention in the same phase that has the slots, heads are shared out instead.
  */
 #ifndef ZL_ATTENTION_DEAL_H
 #define ZL_ATTENTION_DEAL_H
@@ -90,7 +91,8 @@ ZL_KERNEL int64_t zl_spans(const zl_attention_shape *a, int64_t p) {
   return zl_span_of(p) - zl_span_of(zl_first(a, p)) + 1;
 }
 
-/* Whether spans are dealt out: contexts have several, all have a slot.  Two items a thread at least, as runs allow. */
+/* Whether spans are dealt out: contexts have several, all have a slot.  Two items a thread at least, as runs and slots
+ * allow. */
 ZL_KERNEL void zl_tiles_part(const zl_task *t, zl_tiles *w, const zl_attention_io *io, const zl_attention_shape *a) {
   int64_t parts = 1;
   for (int64_t row = 0; row < w->rows; row++) {
@@ -99,12 +101,14 @@ ZL_KERNEL void zl_tiles_part(const zl_task *t, zl_tiles *w, const zl_attention_i
   }
   if (t->n_threads == 1 || parts == 1 || t->deal != 0) return; /* one call of a phase has the slots */
   zl_tiles finer = *w;
-  while (finer.most > 1 && w->rows * finer.runs * parts < 2 * (int64_t)t->n_threads)
+  finer.parts = parts;
+  for (;;) {
+    const int64_t meetings = w->rows * finer.runs;
+    if (meetings > ZL_MEETINGS || meetings * parts * zl_slot_bytes(finer.most, a->head_dim) > ZL_SLOTS_BYTES) return;
+    *w = finer;
+    if (finer.most == 1 || meetings * parts >= 2 * (int64_t)t->n_threads) return;
     zl_tiles_runs(&finer, (finer.most + 1) / 2);
-  const int64_t meetings = w->rows * finer.runs;
-  if (meetings > ZL_MEETINGS || meetings * parts * zl_slot_bytes(finer.most, a->head_dim) > ZL_SLOTS_BYTES) return;
-  *w = finer;
-  w->parts = parts;
+  }
 }
 
 ZL_KERNEL zl_tiles zl_tiles_begin(const zl_task *t, int64_t rows, const zl_attention_io *io,
