@@ -375,7 +375,7 @@ def test_scratch_agrees_with_the_kernels(
     rows = [r for r in cpu_rows.ROWS if r.function == function]
     row = next(r for r in rows if ("avx512bf16" in r.features) == ("bf16" in cpu))
     checks = "\n".join(
-        f"  if ({tokens.format(k=k)} != {cpu_rows.scratch_bytes(row, {'K': k}, 1 << 18)}) return 1;"
+        f"  if ({tokens.format(k=k)} != {cpu_rows.scratch_bytes(row, {'K': k}, 1 << 19)}) return 1;"
         for k in ks
     )
     source.write_text(f'#include "{header}"\nint main(void) {{\n{checks}\n  return 0;\n}}\n')

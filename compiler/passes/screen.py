@@ -110,7 +110,10 @@ def _find(model: ir.Model) -> tuple[ir.Node, Head] | str:
     given = operands(node)
     weight, format = given["weight"], sig.formats[0]
     if format not in formats.PLAIN and (format, sig.activations) != (SPLIT, "int8"):
-        return f"its weights are {format}, neither floats nor {SPLIT} with int8 activations"
+        return (
+            f"the output projection has {format} weights and {sig.activations} activations; floats,"
+            f" and {SPLIT} with int8 activations, can be screened"
+        )
     if "bias" in given:
         return "it has a bias"
     shape = dims(weight)
