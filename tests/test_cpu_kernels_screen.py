@@ -7,7 +7,7 @@ for the choice.  Next file: ``test_screen.py`` (whole steps).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -81,7 +81,17 @@ def first_maximum(logits: Any) -> Any:
     return np.argmax(np.where(np.isnan(logits), -np.inf, logits), axis=1)
 
 
-def check(head: Head, x: Any, most: float = 1.0) -> None:
+class Screened(Protocol):
+    """What a projection's test needs, whatever its weights are."""
+
+    def logits(self, x: Any) -> Any: ...
+
+    def bounds(self, x: Any, threads: int = 1) -> tuple[Any, Any]: ...
+
+    def screened(self, x: Any, bounds: Any, threads: int = 1) -> Any: ...
+
+
+def check(head: Screened, x: Any, most: float = 1.0) -> None:
     """The screened logits choose as all logits do; those that are there have the same bits, the
     others cannot win; at most ``most`` of them are there."""
     exact = head.logits(x)
@@ -99,6 +109,17 @@ def check(head: Head, x: Any, most: float = 1.0) -> None:
 
 def gaussian(rng: np.random.Generator, n: int, k: int) -> Any:
     return floats(rng, n, k) * np.float32(0.02)
+
+
+def hard(rng: np.random.Generator, n: int, k: int) -> tuple[Any, Any, Any, Any]:
+    """Activations [3, K], the same with outliers; weights [N, K], the same with rows that tie."""
+    x = floats(rng, 3, k)
+    outliers = x.copy()
+    outliers[:, ::64] *= 20
+    w = gaussian(rng, n, k)
+    ties = w.copy()
+    ties[[5, 700, 1202]] = x[0] * np.float32(0.5)  # the same row in three groups
+    return x, outliers, w, ties
 
 
 @pytest.mark.parametrize("exact", EXACT, ids=lambda e: "-".join(map(str, e)))
@@ -125,12 +146,7 @@ def test_few_groups_are_left(kernels: Kernels) -> None:
 def test_hard_heads(kernels: Kernels, exact: tuple[str, str, int]) -> None:
     rng = np.random.default_rng(3)
     n, k = 1203, 256
-    x = floats(rng, 3, k)
-    outliers = x.copy()
-    outliers[:, ::64] *= 20
-    w = gaussian(rng, n, k)
-    ties = w.copy()
-    ties[[5, 700, 1202]] = x[0] * np.float32(0.5)  # the same row in three groups
+    x, outliers, w, ties = hard(rng, n, k)
     ulp = ties.copy()
     step = {"BF16": 2**16, "F16": 2**13, "F32": 1}[exact[1]]  # the last bit of the format
     some = np.where(rng.random((2, k)) < 0.05, np.uint32(step), np.uint32(0)).astype(np.uint32)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from cpu_harness import Batch, Kernels, floats, kernels_for
 from test_cpu_kernels_linear import bundle, expand, packed
-from test_cpu_kernels_screen import SCREENED, check, gaussian
+from test_cpu_kernels_screen import SCREENED, check, gaussian, hard
 from test_domain_ops import execute
 from zerolayer.compiler.passes.screen_split import low_norms, spread_of
 from zerolayer.targets import formats
@@ -108,7 +108,7 @@ def test_the_choice_is_that_of_all_logits(kernels: Kernels) -> None:
     for n, k in ((1, 32), (17, 64), (3001, 576), (517, 2048)):
         head = Split(kernels, quantized(gaussian(rng, n, k)))
         for rows in (1, 2, 3, 5, 8):
-            check(head, floats(rng, rows, k))  # type: ignore[arg-type]
+            check(head, floats(rng, rows, k))
 
 
 def test_few_groups_are_left(kernels: Kernels) -> None:
@@ -116,19 +116,14 @@ def test_few_groups_are_left(kernels: Kernels) -> None:
     rng = np.random.default_rng(3)
     w = gaussian(rng, 16000, 1024)
     head = Split(kernels, quantized(w))
-    check(head, floats(rng, 1, 1024), most=0.12)  # type: ignore[arg-type]
-    check(head, (w[777] * 50)[None], most=16 / 16000)  # type: ignore[arg-type]
+    check(head, floats(rng, 1, 1024), most=0.12)
+    check(head, (w[777] * 50)[None], most=16 / 16000)
 
 
 def test_hard_heads(kernels: Kernels) -> None:
     rng = np.random.default_rng(4)
     n, k = 1203, 256
-    x = floats(rng, 3, k)
-    outliers = x.copy()
-    outliers[:, ::64] *= 20
-    w = gaussian(rng, n, k)
-    ties = w.copy()
-    ties[[5, 700, 1202]] = x[0] * np.float32(0.5)  # the same row in three groups
+    x, outliers, w, ties = hard(rng, n, k)
     near = quantized(ties)
     codes = near.reshape(n, -1, 34)[:, :, 2:]
     for row in (700, 1202):  # apart by some of the two lowest bits
@@ -137,13 +132,13 @@ def test_hard_heads(kernels: Kernels) -> None:
     for raw in (quantized(ties), near, quantized(some), quantized(np.zeros_like(w)),
                 quantized(np.tile(w[:1], (n, 1)))):  # fmt: skip
         for activations in (x, outliers, -x, np.zeros_like(x)):
-            check(Split(kernels, raw), activations)  # type: ignore[arg-type]
+            check(Split(kernels, raw), activations)
     negative = quantized(-np.abs(w) - np.float32(0.01))
-    check(Split(kernels, negative), np.abs(x))  # type: ignore[arg-type]
+    check(Split(kernels, negative), np.abs(x))
     for scale in (1e-30, 1e-36, 1e-41, 1e30, 1e36):
-        check(Split(kernels, quantized(w)), x * np.float32(scale))  # type: ignore[arg-type]
+        check(Split(kernels, quantized(w)), x * np.float32(scale))
     for scale in (1e-5, 1e5):  # subnormal halves, large ones
-        check(Split(kernels, quantized(w * np.float32(scale))), x)  # type: ignore[arg-type]
+        check(Split(kernels, quantized(w * np.float32(scale))), x)
 
 
 def test_rows_that_only_the_lower_bits_tell_apart(kernels: Kernels) -> None:
@@ -154,11 +149,11 @@ def test_rows_that_only_the_lower_bits_tell_apart(kernels: Kernels) -> None:
         codes = raw.reshape(n, -1, 34)[:, :, 2:]
         codes[:] = (codes & 0xFC) | rng.integers(0, 4, codes.shape, dtype=np.uint8)
         codes[70 % n] = codes[5]
-        check(Split(kernels, raw), floats(rng, 3, k))  # type: ignore[arg-type]
+        check(Split(kernels, raw), floats(rng, 3, k))
         head = Split(kernels, raw)
         x = np.repeat((codes[5].astype(int).reshape(1, -1) % 4 - 1.5), 2, axis=0)
         x = (x * np.array([[1.0], [-1.0]])).astype(np.float32)  # what the lower bits are worth most
-        check(head, x)  # type: ignore[arg-type]
+        check(head, x)
 
 
 def test_numbers_that_are_none(kernels: Kernels) -> None:
@@ -169,17 +164,17 @@ def test_numbers_that_are_none(kernels: Kernels) -> None:
     for value in (np.nan, np.inf, -np.inf):
         x = floats(rng, 4, k)
         x[1, 5], x[2, :] = value, value
-        check(Split(kernels, raw), x)  # type: ignore[arg-type]
+        check(Split(kernels, raw), x)
         broken = raw.copy()
         blocks = broken.reshape(n, -1, 34)
         blocks[17, 1, :2] = np.array([value], "<f2").view(np.uint8)
         blocks[400, :, :2] = np.array([value], "<f2").view(np.uint8)
         head = Split(kernels, broken)
         assert np.isinf(head.norms[[17, 400]]).all() and (head.spread > 0).all()
-        check(head, floats(rng, 4, k))  # type: ignore[arg-type]
+        check(head, floats(rng, 4, k))
     huge = raw.copy()
     huge.reshape(n, -1, 34)[9, :, :2] = np.array([65504], "<f2").view(np.uint8)
-    check(Split(kernels, huge), floats(rng, 2, k) * np.float32(3e33))  # type: ignore[arg-type]
+    check(Split(kernels, huge), floats(rng, 2, k) * np.float32(3e33))
 
 
 def test_no_logit_leaves_its_bounds(kernels: Kernels) -> None:

@@ -122,10 +122,11 @@ def gain_before(node: ir.Node) -> F32 | None:
         made = operands(made)["x"].producer()
     if made is None:
         return None
+    weight: ir.Value | None
     if domain_base(made) in ("RmsNormQuantizeInt8", "LayerNormQuantizeInt8"):
         weight = operands(made)["weight"]
     elif made.domain == "" and made.op_type in ("RMSNormalization", "LayerNormalization"):
-        weight = made.inputs[1]  # type: ignore[assignment]
+        weight = made.inputs[1]
     else:
         return None
     tensor = weight.const_value if weight is not None else None
