@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 
+from bench import prompts
 from bench.kernels import all_kernels
 from bench.matrix import LINES, OURS, SUITES, Suite
 from bench.measure import (
@@ -71,6 +72,7 @@ def run(options: argparse.Namespace, place: Place) -> int:
     place.results.parent.mkdir(parents=True, exist_ok=True)
     suites = chosen(options)
     make_environment(place)
+    prompts.write(place.peers / "models", suites)
     compile_all(place, [system for suite in suites for system in suite.systems])
     if options.compile_only:
         return 0

@@ -81,7 +81,8 @@ class Suite:
     batch: int
     systems: tuple[System, ...]
     keep_state: bool = False  # the peer's prompt KV is read from a file after the first run
-    vocabulary: int = 0  # where it is smaller than the prompts' usual one
+    text: int = 0  # words of the models, whose prompts are text; 0: pseudo-random ids
+    vocabulary: int = 0  # of pseudo-random ids, where it is smaller than their usual one
     steps: bool = False  # also the time of a decode step inside the kernels; this project only
 
     def arguments(self) -> list[str]:
@@ -146,16 +147,25 @@ NARROW = tuple(s for s in TINY_ALL if s.bits < 16 and s.label != "Q4_K_M")
 LONG = (*gguf(OURS, SMOL, *SMOL_4), *gguf("llama.cpp", SMOL, *SMOL_4))
 FUSION = (fused("conservative"), fused("balanced"), fused("aggressive"))
 
+SMOL_WORDS, TINY_WORDS = 49152, 32000
+
 SUITES = (
-    Suite("smollm2-2", "SmolLM2-135M, 2 threads", 2, 512, 128, 1, SMOL_ALL),
-    Suite("smollm2-1", "SmolLM2-135M, 1 thread", 1, 512, 64, 1, SMOL_ALL),
-    Suite("tinyllama-2", "1.1B, 2 threads", 2, 512, 48, 1, TINY_ALL),
-    Suite("tinyllama-1", "1.1B, 1 thread", 1, 256, 24, 1, NARROW),
-    Suite("smollm2-batch", "SmolLM2-135M, batch 8, 2 threads", 2, 64, 64, 8, SMOL_BATCH),
-    Suite("tinyllama-batch", "1.1B, batch 8, 2 threads", 2, 64, 24, 8, TINY_BATCH),
-    Suite("smollm2-8k", "SmolLM2-135M, 8k tokens of KV, 2 threads", 2, 8064, 64, 1, LONG, True),
-    Suite("fusion", "SmolLM2-135M Q4_1 by fusion level, 2 threads", 2, 512, 128, 1, FUSION),
-)
+    Suite("smollm2-2", "SmolLM2-135M, 2 threads", 2, 512, 128, 1, SMOL_ALL, text=SMOL_WORDS),
+    Suite("smollm2-1", "SmolLM2-135M, 1 thread", 1, 512, 64, 1, SMOL_ALL, text=SMOL_WORDS),
+    Suite("tinyllama-2", "1.1B, 2 threads", 2, 512, 48, 1, TINY_ALL, text=TINY_WORDS),
+    Suite("tinyllama-1", "1.1B, 1 thread", 1, 256, 24, 1, NARROW, text=TINY_WORDS),
+    Suite("smollm2-batch", "SmolLM2-135M, batch 8, 2 threads", 2, 64, 64, 8, SMOL_BATCH,
+          text=SMOL_WORDS),
+    Suite("tinyllama-batch", "1.1B, batch 8, 2 threads", 2, 64, 24, 8, TINY_BATCH, text=TINY_WORDS),
+    Suite("smollm2-8k", "SmolLM2-135M, 8k tokens of KV, 2 threads", 2, 8064, 64, 1, LONG, True,
+          text=SMOL_WORDS),
+    Suite("fusion", "SmolLM2-135M Q4_1 by fusion level, 2 threads", 2, 512, 128, 1, FUSION,
+          text=SMOL_WORDS),
+    Suite("smollm2-random", "SmolLM2-135M, 2 threads, prompts of random tokens", 2, 512, 128, 1,
+          gguf(OURS, SMOL, "q4_1", "q8_0")),
+)  # fmt: skip
+"""The prompts of all but the last are text.  They decide how much of an output projection ours has
+to read: random tokens are its worst case."""
 
 
 @dataclass(frozen=True)

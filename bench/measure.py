@@ -29,6 +29,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from bench import prompts
 from bench.matrix import OURS, PEERS, Suite, System
 
 ROOT = Path(__file__).parent.parent
@@ -69,8 +70,13 @@ class Place:
         python = self.peers / peer.venv / "bin" / "python"
         runner = ROOT / "bench" / "runners" / peer.runner
         out = [str(python), str(runner), f"--model={self.model(system)}", *suite.arguments()]
+        models = self.peers / "models"
+        ids = prompts.ids_file(models, suite.text) if suite.text else None
+        if ids:
+            out.append(f"--ids={ids}")
         if suite.keep_state and system.peer == "llama.cpp":
-            out.append(f"--state={self.peers / 'models' / system.model}.{suite.prompt}.kv")
+            of = f"{suite.prompt}.{prompts.digest(ids) if ids else 'random'}"
+            out.append(f"--state={models / system.model}.{of}.kv")
         return out
 
     def first_command(self, system: System, suite: Suite) -> list[str]:

@@ -27,7 +27,8 @@ DEFAULTS: dict[str, Any] = {
     "new": 128,  # decode steps
     "threads": 2,
     "batch": 1,
-    "vocabulary": VOCABULARY,  # of the prompts' ids
+    "ids": "",  # file of token ids that the prompts are cut from; pseudo-random ones without
+    "vocabulary": VOCABULARY,  # of pseudo-random ids
     "steps": False,  # also time the steps inside the kernels
     "calls": False,  # also time each kernel call
     "state": "",  # file that keeps the prompt's KV (llama.cpp)
@@ -72,8 +73,15 @@ def prompt_ids(count: int, seed: int = 0, vocabulary: int = VOCABULARY) -> list[
 
 
 def prompts(options: SimpleNamespace) -> list[list[int]]:
-    """One prompt for each sequence."""
-    return [prompt_ids(options.prompt, s, options.vocabulary) for s in range(options.batch)]
+    """One prompt for each sequence; from a file, one after another."""
+    if not options.ids:
+        return [prompt_ids(options.prompt, s, options.vocabulary) for s in range(options.batch)]
+    with open(options.ids, encoding="ascii") as file:  # noqa: PTH123  # pathlib is no small import
+        ids = [int(word) for word in file.read().split()]
+    size = options.prompt
+    if len(ids) < size * options.batch:
+        raise SystemExit(f"{options.ids} has {len(ids)} token ids, not {size * options.batch}")
+    return [ids[s * size : (s + 1) * size] for s in range(options.batch)]
 
 
 def chunks(

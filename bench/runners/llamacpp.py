@@ -79,18 +79,20 @@ class Runner:
         """Forget all sequences."""
         llama.llama_memory_clear(llama.llama_get_memory(self.context), True)
 
-    def restore(self, path: str) -> None:
-        """The state of a file."""
-        size = OPTIONS.prompt + OPTIONS.new
-        tokens, count = (llama.llama_token * size)(), ctypes.c_size_t()
+    def restore(self, path: str) -> list[int]:
+        """The state of a file, and each sequence's next token."""
+        tokens, count = (llama.llama_token * OPTIONS.batch)(), ctypes.c_size_t()
         if not llama.llama_state_load_file(
-            self.context, path.encode(), tokens, size, ctypes.byref(count)
+            self.context, path.encode(), tokens, OPTIONS.batch, ctypes.byref(count)
         ):
             raise SystemExit(f"{path} is no state of this model")
+        return list(tokens[: count.value])
 
-    def save(self, path: str) -> None:
-        """The state to a file."""
-        llama.llama_state_save_file(self.context, path.encode(), (llama.llama_token * 1)(), 0)
+    def save(self, path: str, tokens: list[int]) -> None:
+        """The state to a file, whole or not at all, with each sequence's next token."""
+        kept, part = (llama.llama_token * len(tokens))(*tokens), path + ".part"
+        llama.llama_state_save_file(self.context, part.encode(), kept, len(tokens))
+        Path(part).rename(path)
 
 
 def main() -> None:
@@ -100,14 +102,14 @@ def main() -> None:
     runner.clear()
     prefill: float | None = None
     if OPTIONS.state and Path(OPTIONS.state).exists():
-        runner.restore(OPTIONS.state)
-        tokens = [common.prompt_ids(1)[0]]
+        tokens = runner.restore(OPTIONS.state)
     else:
+        prompts = common.prompts(OPTIONS)
         start = time.perf_counter()
-        tokens = runner.prefill(common.prompts(OPTIONS))
+        tokens = runner.prefill(prompts)
         prefill = time.perf_counter() - start
         if OPTIONS.state:
-            runner.save(OPTIONS.state)
+            runner.save(OPTIONS.state, tokens)
     ids = [tokens[0]]
     start = time.perf_counter()
     for i in range(OPTIONS.new):

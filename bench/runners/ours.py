@@ -97,8 +97,9 @@ def median_calls(runs: list[list[int]]) -> list[int]:
 def timed_calls(runner: Runner, options: Any, tokens: list[int]) -> dict[str, list[int]]:
     """Nanoseconds of each call, in the manifest's order."""
     prefill, decode = [], []
+    prompt = common.prompts(options)[0][: runner.limit]
     for _ in range(5):
-        runner.prefill([common.prompt_ids(min(options.prompt, runner.limit))], timed=True)
+        runner.prefill([prompt], timed=True)
         prefill.append(list(runner.engine.call_ns))
     for _ in range(15):
         runner.decode(tokens, options.prompt, timed=True)
@@ -115,8 +116,9 @@ def main() -> None:
     watch = Stopwatch(runner.engine.code.lib.zl_step)
     if OPTIONS.steps:
         runner.engine.code.lib.zl_step = watch
+    prompts = common.prompts(OPTIONS)
     start = time.perf_counter()
-    tokens = runner.prefill(common.prompts(OPTIONS))
+    tokens = runner.prefill(prompts)
     prefill = time.perf_counter() - start
     ids, prefill_steps = [tokens[0]], len(watch.ns)
     start = time.perf_counter()

@@ -33,8 +33,9 @@ def main() -> None:
     pipe = genai.LLMPipeline(OPTIONS.model, "CPU", **properties)
     generate(pipe, [common.prompt_ids(common.SHORT_PROMPT)], 1)
     first = common.since_start()
+    prompts = common.prompts(OPTIONS)
     start = time.perf_counter()
-    out = generate(pipe, common.prompts(OPTIONS), OPTIONS.new + 1)
+    out = generate(pipe, prompts, OPTIONS.new + 1)
     whole = time.perf_counter() - start
     prefill = out.perf_metrics.get_ttft().mean / 1e3
     ids = list(out.tokens[0])
