@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from bench import prompts
@@ -18,8 +20,8 @@ from bench.measure import (
     ROOT,
     Place,
     build_ceilings,
+    commit,
     compile_all,
-    forget,
     make_environment,
     measure,
     profile,
@@ -28,6 +30,7 @@ from bench.needs import need
 from bench.plot import draw
 from bench.report import write_readme, write_report
 from bench.results import SUITE, Results, verdict
+from bench.rounds import forget, require_same_commit
 from bench.sweep import PREFIX, SWEEP
 from bench.work import read_work
 
@@ -44,8 +47,12 @@ def arguments() -> argparse.Namespace:
                         help=f"default: all of {', '.join(every)}; {PREFIX} is all of "
                         f"{SWEEP[0].name} and the like")  # fmt: skip
     parser.add_argument("-n", "--rounds", type=int, default=5, help="processes of each system")
-    parser.add_argument("--only", nargs="*", default=[], metavar="WORD",
-                        help="systems whose name has a WORD, e.g. zerolayer Q4_0")  # fmt: skip
+    parser.add_argument("--only", nargs="*", default=[], type=pattern, metavar="REGEX",
+                        help="systems in whose name a REGEX is found, e.g. 'zerolayer Q4' BF16; "
+                        "what others have measured is kept")  # fmt: skip
+    parser.add_argument("--more", action="store_true",
+                        help="add rounds to those that the results have of this commit, which are "
+                        "otherwise measured anew")  # fmt: skip
     parser.add_argument("--results", type=Path, help="raw results, default DIR/results.jsonl")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="of the report")
     parser.add_argument("--no-verify", action="store_true", help="compile without the gate")
@@ -54,15 +61,28 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def pattern(text: str) -> re.Pattern[str]:
+    """An option's regular expression."""
+    try:
+        return re.compile(text)
+    except re.error as e:
+        raise argparse.ArgumentTypeError(f"{text!r}: {e}") from None
+
+
 def chosen(options: argparse.Namespace) -> list[Suite]:
-    """The suites that were asked for, each with the systems that were asked for."""
+    """The suites that were asked for, each with the systems that were asked for, if any."""
     out = []
     for suite in (*SUITES, *SWEEP):
         systems = tuple(
-            s for s in suite.systems if not options.only or any(w in s.name for w in options.only)
+            s
+            for s in suite.systems
+            if not options.only or any(one.search(s.name) for one in options.only)
         )
-        if suite.name in options.suite or (suite in SWEEP and PREFIX in options.suite):
-            out.append(Suite(**{**vars(suite), "systems": systems}))
+        asked = suite.name in options.suite or (suite in SWEEP and PREFIX in options.suite)
+        if asked and systems:
+            out.append(replace(suite, systems=systems))
+    if not out:
+        raise SystemExit("error: no suite has a system that --only finds")
     return out
 
 
@@ -71,18 +91,23 @@ def run(options: argparse.Namespace, place: Place) -> int:
     place.artifacts.mkdir(parents=True, exist_ok=True)
     place.results.parent.mkdir(parents=True, exist_ok=True)
     suites = chosen(options)
+    if options.more:
+        require_same_commit(place.results, suites, commit())
     make_environment(place)
     prompts.write(place.peers / "models", suites)
     compile_all(place, [system for suite in suites for system in suite.systems])
     if options.compile_only:
         return 0
-    forget(place, suites)
+    if not options.more:
+        forget(place.results, suites)
     ceilings = build_ceilings(place)
     for suite in suites:
         measure(place, suite, options.rounds, ceilings)
         for name, label, _title in PROFILED:
             for system in suite.systems:
                 if suite.name == name and (system.peer, system.label) == (OURS, label):
+                    if options.more and calls_file(place, name).exists():
+                        continue  # of this commit, too
                     printed = profile(place, suite, system)
                     calls_file(place, name).write_text(json.dumps(printed), encoding="ascii")
     return 0

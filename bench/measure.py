@@ -23,7 +23,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,9 +30,9 @@ from typing import Any
 
 from bench import prompts
 from bench.matrix import OURS, PEERS, Suite, System
+from bench.rounds import CEILINGS, first_round, runs
 
 ROOT = Path(__file__).parent.parent
-CEILINGS = "ceilings"
 TIMEOUT_S = 240
 LOST = 0.001  # share of a model that the page cache may lose until it is brought back
 
@@ -120,16 +119,6 @@ def append(place: Place, line: dict[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def forget(place: Place, suites: Sequence[Suite]) -> None:
-    """Drops what is about to be measured again from the results."""
-    if not place.results.exists():
-        return
-    again = {(s.name, name) for s in suites for name in (CEILINGS, *(x.name for x in s.systems))}
-    lines = place.results.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [x for x in lines if (d := json.loads(x)) and (d["suite"], d["system"]) not in again]
-    place.results.write_text("".join(kept), encoding="utf-8")
-
-
 def make_environment(place: Place) -> None:
     """Ours, where it is missing: the same Python as the peers', nothing installed."""
     venv = place.peers / PEERS[OURS].venv
@@ -174,14 +163,6 @@ def compile_all(place: Place, systems: list[System]) -> None:
             out.unlink(missing_ok=True)
             continue
         made_by.write_text(sources, encoding="ascii")
-
-
-def runs(suite: Suite, rounds: int) -> Iterator[tuple[int, System | None]]:
-    """A B C A B C; ``None`` is the ceilings."""
-    for index in range(rounds):
-        yield index, None
-        for system in suite.systems:
-            yield index, system
 
 
 def drop_cached(path: Path) -> None:
@@ -235,7 +216,7 @@ def today() -> str:
 
 
 def measure(place: Place, suite: Suite, rounds: int, ceilings: Path) -> None:
-    """Every run of a suite."""
+    """So many more rounds of a suite."""
     there = [s for s in suite.systems if not place.missing(s)]
     for path in {place.model(s) for s in there}:
         drop_cached(path)
@@ -246,7 +227,7 @@ def measure(place: Place, suite: Suite, rounds: int, ceilings: Path) -> None:
             print(f"{suite.name} first {first.name}: {outcome['error']}", flush=True)
         held[first] = cached_share(place.model(first))
     when = {"commit": commit(), "date": today()}
-    for index, system in runs(suite, rounds):
+    for index, system in runs(suite, first_round(place.results, suite), rounds):
         line: dict[str, Any] = {"suite": suite.name, "round": index, **when}
         if system is None:
             line["system"] = CEILINGS

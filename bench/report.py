@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from bench.work import Work
 
 PAGE = Path(__file__).parent / "page.md"
 LINES_HEAD = (
-    "| work | ratio | required | met | achieved | ours | best peer |",
-    "|---|---|---|---|---|---|---|",
+    "| work | ratio | 90 % interval | required | met | achieved | ours | best peer |",
+    "|---|---|---|---|---|---|---|---|",
 )
 CEILINGS_HEAD = (
     "| suite | memory read GB/s | 16 MiB read GB/s | int8 GOP/s | bf16 GFLOP/s | fp32 GFLOP/s "
@@ -91,7 +92,9 @@ def verdict_row(v: Verdict) -> str:
     ratio = "-" if v.ratio is None else f"**{v.ratio:.2f}x**"
     roof = "-" if v.roof is None else f"{percent(v.roof)} of {ROOFS[line.roof]}"
     met = {None: "-", True: "yes", False: "no"}[v.met]
-    return f"| {line.work} | {ratio} | {wanted(line)} | {met} | {roof} | {sides[0]} | {sides[1]} |"
+    between = "-" if v.interval is None else f"{v.interval[0]:.2f}-{v.interval[1]:.2f}"
+    cells = [line.work, ratio, between, wanted(line), met, roof, *sides]
+    return "| " + " | ".join(cells) + " |"
 
 
 def versions(results: Results) -> str:
@@ -189,7 +192,7 @@ def system_row(
         value = stats[name]
         part = None
         if value is not None:
-            part = roof_part(results, suite.name, name, mine, value.median, key)
+            part = roof_part(results, suite.name, system, name, mine, value.median, key)
         roofs.append(percent(part))
     cells = [cell(k, stats[k]) for k in UNITS]
     row = [system.name, str(decode.n), cells[0], roofs[0], cells[1], roofs[1], *cells[2:]]
@@ -265,7 +268,7 @@ def mb(nbytes: int) -> str:
 
 def measured(results: Results) -> str:
     """When, what, on what."""
-    rounds = max((x["round"] + 1 for x in results.lines), default=0)
+    rounds = max(Counter((x["suite"], x["system"]) for x in results.lines).values(), default=0)
     facts = (
         f"{when(results)}, at most {rounds} processes of each system.",
         f"Machine: {machine()}.",

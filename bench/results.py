@@ -6,6 +6,8 @@ In: the results file.  Out: :class:`Results`, :class:`Verdict`.  Next file: ``re
 from __future__ import annotations
 
 import json
+import math
+import random
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.matrix import OURS, SUITES, Line, Suite, System
-from bench.measure import CEILINGS
+from bench.rounds import CEILINGS
 from bench.work import Work
 
 SUITE = {s.name: s for s in SUITES}
 LESS_IS_BETTER = {"first_token", "memory"}
+LEAST_ROUNDS = 3  # of each side, for an interval
+DRAWS = 4000
+OUTSIDE = 0.05  # on each side of an interval
 
 
 @dataclass(frozen=True)
@@ -70,14 +75,20 @@ class Results:
             if x["suite"] == suite and x["system"] == system and "error" not in x
         ]
 
+    def rounds(self, suite: str, system: str, name: str) -> dict[int, float]:
+        """A system's metric in each round of a suite."""
+        values = {x["round"]: metric(SUITE[suite], x, name) for x in self.of(suite, system)}
+        return {k: v for k, v in values.items() if v is not None}
+
     def stat(self, suite: str, system: str, name: str) -> Stat | None:
         """A system's metric in a suite."""
-        values = (metric(SUITE[suite], x, name) for x in self.of(suite, system))
-        return stat([v for v in values if v is not None])
+        return stat(list(self.rounds(suite, system, name).values()))
 
-    def ceiling(self, suite: str, key: str) -> Stat | None:
-        """A measured limit of the machine, while the suite ran."""
-        return stat([float(x[key]) for x in self.of(suite, CEILINGS) if key in x])
+    def ceiling(self, suite: str, key: str, system: str = "") -> Stat | None:
+        """A measured limit of the machine, while the suite ran, or in a system's rounds of it."""
+        among = {x["round"] for x in self.of(suite, system or CEILINGS)}
+        found = (x for x in self.of(suite, CEILINGS) if key in x and x["round"] in among)
+        return stat([float(x[key]) for x in found])
 
     def errors(self, suite: str) -> dict[str, str]:
         """System -> why it has no measurement."""
@@ -105,6 +116,7 @@ class Verdict:
     peer: tuple[System, Stat] | None
     ratio: float | None
     roof: float | None  # part of the measured ceiling
+    interval: tuple[float, float] | None = None  # of the ratio, 90 %
 
     @property
     def met(self) -> bool | None:
@@ -141,10 +153,17 @@ def best(results: Results, line: Line, ours: bool) -> tuple[System, Stat] | None
 
 
 def roof_part(
-    results: Results, suite: str, name: str, work: Work | None, speed: float, key: str
+    results: Results,
+    suite: str,
+    system: System,
+    name: str,
+    work: Work | None,
+    speed: float,
+    key: str,
 ) -> float | None:
-    """Achieved part of the ceiling ``key``, for ``speed`` tokens a second of metric ``name``."""
-    limit = results.ceiling(suite, key)
+    """Achieved part of the ceiling ``key``, for ``speed`` tokens a second of metric ``name``; the
+    ceiling is of the rounds that the system was in."""
+    limit = results.ceiling(suite, key, system.name)
     if limit is None or work is None:
         return None
     s = SUITE[suite]
@@ -155,14 +174,37 @@ def roof_part(
     return amount / 1e9 / limit.median
 
 
+def interval(above: Mapping[int, float], below: Mapping[int, float]) -> tuple[float, float] | None:
+    """90 % interval of the ratio of two medians; None where a side has less than three rounds.
+
+    The percentile method of the bootstrap (Efron and Tibshirani, An Introduction to the Bootstrap,
+    1993, section 13.3).  Drawn are rounds, with what both sides measured in them: a machine that is
+    slow for a minute is slow for both, so the sides of a round belong together.
+    """
+    if min(len(above), len(below)) < LEAST_ROUNDS:
+        return None
+    known, chance = sorted({*above, *below}), random.Random(1)
+    ratios: list[float] = []
+    while len(ratios) < DRAWS:
+        drawn = chance.choices(known, k=len(known))
+        a, b = ([side[i] for i in drawn if i in side] for side in (above, below))
+        if a and b:
+            ratios.append(statistics.median(a) / statistics.median(b))
+    ratios.sort()
+    least = math.floor(OUTSIDE * DRAWS)
+    return ratios[least], ratios[DRAWS - 1 - least]
+
+
 def verdict(results: Results, line: Line, works: Mapping[str, Work]) -> Verdict:
     """The line's outcome; ``works`` is by artifact."""
     ours, peer = best(results, line, True), best(results, line, False)
-    ratio = roof = None
+    ratio = roof = between = None
     if ours and peer:
-        a, b = ours[1].median, peer[1].median
-        ratio = b / a if line.metric in LESS_IS_BETTER else a / b
+        pair = [ours, peer] if line.metric not in LESS_IS_BETTER else [peer, ours]
+        ratio = pair[0][1].median / pair[1][1].median
+        between = interval(*(results.rounds(line.suite, s.name, line.metric) for s, _ in pair))
     if ours and line.roof:
         work = works.get(ours[0].artifact)
-        roof = roof_part(results, line.suite, line.metric, work, ours[1].median, line.roof)
-    return Verdict(line, ours, peer, ratio, roof)
+        speed = ours[1].median
+        roof = roof_part(results, line.suite, ours[0], line.metric, work, speed, line.roof)
+    return Verdict(line, ours, peer, ratio, roof, between)
