@@ -88,9 +88,10 @@ def test_every_suite_has_its_prompts(models: Path) -> None:
     textless = [s for s in SUITES if not s.text]
     assert [s.name for s in textless] == ["smollm2-random"]
     usual = SUITE["smollm2-2"]
-    assert replace(usual, name="", title="", systems=(), text=0) == replace(
+    assert replace(usual, name="", title="", systems=(), text=0, drawn=True) == replace(
         textless[0], name="", title="", systems=()
     )
+    assert "--drawn" in textless[0].arguments() and "--drawn" not in usual.arguments()
     assert {s.peer for s in textless[0].systems} == {OURS}
 
 
@@ -133,3 +134,20 @@ def test_our_runner_decodes_what_the_command_does(tiny_artifact: Path, tmp_path:
         [*words, "--ignore-eos", "--json"], check=True, capture_output=True, text=True
     )
     assert out.get("ids", out) == json.loads(done.stdout)["tokens"]
+
+
+def test_our_runner_decodes_drawn_tokens(tiny_artifact: Path) -> None:
+    """As a prompt of the same ids would: what it chose last follows from all but the last."""
+    options = SimpleNamespace(**common.DEFAULTS | {"new": 5, "vocabulary": 100, "drawn": True})
+    ids, fed = common.prompt_ids(4, 0, 100), common.drawn(options)
+    assert len(set(fed)) == 5 and common.drawn(SimpleNamespace(**common.DEFAULTS)) == []
+    runner = [sys.executable, str(ROOT / "bench" / "runners" / "ours.py"), "--drawn"]
+    words = [f"--model={tiny_artifact}", "--prompt=4", "--new=5", "--vocabulary=100"]
+    found = measure.measured([*runner, *words], 1)["ids"]
+    for i in (0, 2, 5):
+        prompt = ",".join(map(str, [*ids, *fed[:i]]))
+        command = [sys.executable, str(tiny_artifact), "generate", "--tokens", prompt, "-n", "1"]
+        done = subprocess.run(
+            [*command, "--ignore-eos", "--json"], check=True, capture_output=True, text=True
+        )
+        assert json.loads(done.stdout)["tokens"] == [found[i]]

@@ -29,6 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "batch": 1,
     "ids": "",  # file of token ids that the prompts are cut from; pseudo-random ones without
     "vocabulary": VOCABULARY,  # of pseudo-random ids
+    "drawn": False,  # decode pseudo-random ids, not the tokens that are chosen (ours)
     "steps": False,  # also time the steps inside the kernels
     "calls": False,  # also time each kernel call
     "state": "",  # file that keeps the prompt's KV (llama.cpp)
@@ -36,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def arguments() -> SimpleNamespace:
-    """The options that every runner takes: ``--name=value``, ``--calls``, ``--steps``."""
+    """The options that every runner takes: ``--name=value``, a flag as ``--name``."""
     values = dict(DEFAULTS)
     for word in sys.argv[1:]:
         name, _, value = word.removeprefix("--").partition("=")
@@ -82,6 +83,11 @@ def prompts(options: SimpleNamespace) -> list[list[int]]:
     if len(ids) < size * options.batch:
         raise SystemExit(f"{options.ids} has {len(ids)} token ids, not {size * options.batch}")
     return [ids[s * size : (s + 1) * size] for s in range(options.batch)]
+
+
+def drawn(options: SimpleNamespace) -> list[int]:
+    """Pseudo-random ids to decode; none where the tokens that are chosen are decoded."""
+    return prompt_ids(options.new, options.batch, options.vocabulary) if options.drawn else []
 
 
 def chunks(

@@ -121,9 +121,11 @@ def main() -> None:
     tokens = runner.prefill(prompts)
     prefill = time.perf_counter() - start
     ids, prefill_steps = [tokens[0]], len(watch.ns)
+    drawn = common.drawn(OPTIONS)
     start = time.perf_counter()
     for i in range(OPTIONS.new):
-        tokens = runner.decode(tokens, OPTIONS.prompt + i)
+        fed = [drawn[i]] * OPTIONS.batch if drawn else tokens
+        tokens = runner.decode(fed, OPTIONS.prompt + i)
         ids.append(tokens[0])
     decode = time.perf_counter() - start
     more: dict[str, Any] = timed_calls(runner, OPTIONS, tokens) if OPTIONS.calls else {}
