@@ -355,6 +355,9 @@ def _passes(
         kv_dtype=choices.kv_dtype,
         supports=supports,
         screen=screen,
+        # a graph that is not decoded multiplies many rows by each weight: its time is not the reading
+        shorten=lambda n: model.config is not None and roofline.reads_memory(target, n),
+        holds=families.family(target.family).holds,
     )
     with progress.stage("passes", total=len(PASSES)) as stage:
         return run_passes(

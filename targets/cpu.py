@@ -39,7 +39,7 @@ from zerolayer.runtime_stub.errors import UnsupportedError
 
 from . import cpu_layouts, formats
 from .cpu_compile import compile_shared_object, cpu_flag, tool_versions
-from .cpu_rows import C_NAMES, ROWS, SCREEN_ROWS, pair_bytes, scratch_bytes, slots_bytes
+from .cpu_rows import C_NAMES, ROWS, SCREEN_ROWS, is_short, pair_bytes, scratch_bytes, slots_bytes
 from .facts import Target
 from .families import Binaries, Cache, Family
 from .injection import NOTE_SECTION, NOTE_TYPE, Injection, Injector
@@ -297,7 +297,8 @@ def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Co
         tile_bytes = _tile_bytes(injector)
         injector.constant("pair_bytes", pair_bytes(row), "requires.features")
         injector.derive("token_bytes", "(K + 1) // 2 * pair_bytes")
-        injector.derive("tile_tokens", "max(32, min(256, tile_bytes // 2 // token_bytes // 8 * 8))")
+        share = "tile_bytes" if is_short(constants) else "tile_bytes // 2"
+        injector.derive("tile_tokens", f"max(32, min(256, {share} // token_bytes // 8 * 8))")
         return tile_bytes
     return 0
 
@@ -492,4 +493,4 @@ def build(
     )
 
 
-FAMILY = Family("cpu", ROWS, packed_bytes, pack, build)
+FAMILY = Family("cpu", ROWS, packed_bytes, pack, cpu_layouts.holds, build)

@@ -37,6 +37,7 @@ of group ``g`` in the low nibble, of group ``g + G/2`` in the high nibble), then
     F32, F16        [K][16] elements
     BF16            [ceil(K / 2)][16][2] elements: two columns per 32-bit lane; an odd
                     K gets a zero column
+    BF16_12         bf16_12.py
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ import numpy as np
 import numpy.typing as npt
 from zerolayer.runtime_stub.errors import UnsupportedError
 
-from . import formats
+from . import bf16_12, formats
 from .formats import Components
 
 U8 = npt.NDArray[np.uint8]
@@ -64,6 +65,8 @@ def packed_bytes(layout: str, format: str, n: int, k: int) -> int:
     if layout == ROW_MAJOR:
         return n * formats.row_bytes(format, k)
     _check_layout(layout, format)
+    if format == "BF16_12":
+        return _padded(n) // LANES * bf16_12.group_bytes(k)
     if format == "BF16":
         k += k % 2
     return _padded(n) * formats.row_bytes(format, k)
@@ -91,6 +94,12 @@ def pack(layout: str, format: str, raw: U8) -> U8:
     return out
 
 
+def holds(format: str, raw: U8) -> bool:
+    """Whether ``format`` can have the values of ``raw`` uint8 [N, row_bytes]: always, but for one
+    that some values are too many for."""
+    return bf16_12.holds(raw) if format == "BF16_12" else formats.is_format(format)
+
+
 def _padded(n: int) -> int:
     return -(-n // LANES) * LANES
 
@@ -104,6 +113,8 @@ def _check_layout(layout: str, format: str) -> None:
 
 
 def _group_bytes(format: str, row_bytes: int) -> int:
+    if format == "BF16_12":
+        return bf16_12.group_bytes(row_bytes // 2)
     if format == "BF16":
         row_bytes += row_bytes % 4  # the zero column of an odd K
     return LANES * row_bytes
@@ -112,6 +123,8 @@ def _group_bytes(format: str, row_bytes: int) -> int:
 def _pack_groups(format: str, raw: U8) -> U8:
     """[G * 16, row_bytes] -> [G, group bytes]."""
     groups = len(raw) // LANES
+    if format == "BF16_12":
+        return bf16_12.pack(raw)
     if format in formats.PLAIN:
         size = formats.PLAIN[format]
         elements = raw.reshape(groups, LANES, -1, size)  # [G, 16, K, size]

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from . import bf16_12
 from .kernels import KernelRow
 from .program import Constant
 
@@ -27,7 +28,7 @@ BLOCK = frozenset({
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
 })  # fmt: skip
 FORMATS = PLAIN | BLOCK
-BF16 = frozenset({"BF16"})
+BF16 = frozenset({"BF16", "BF16_12"})
 HALVES = (frozenset({"Q8_HIGH"}), frozenset({"Q8_LOW"}))
 
 #: instruction-set levels, best first: (suffix of the row id, target features the code needs)
@@ -47,7 +48,7 @@ AMX_LEVEL = ("amx", BF16_LEVEL[1] | {"amx-tile", "amx-int8"})
 #: why a call does not fit a kernel, from its constants, or None
 Check = Callable[[Mapping[str, Constant]], "str | None"]
 
-_FORMAT_C = {name: f"ZL_FMT_{name}" for name in sorted(FORMATS)}
+_FORMAT_C = {name: f"ZL_FMT_{name}" for name in sorted(FORMATS | BF16)}
 #: constant name -> its string values -> C spelling.  Any other constant is a number.
 C_NAMES: Mapping[str, Mapping[str, str]] = {
     "format": _FORMAT_C,
@@ -118,6 +119,18 @@ def _short_rows(constants: Mapping[str, Constant]) -> str | None:
     return None
 
 
+def _whole_12(constants: Mapping[str, Constant]) -> str | None:
+    k = constants.get("K")
+    if not is_short(constants):
+        return None
+    return (bf16_12.whole_rows(k) or None) if isinstance(k, int) else None
+
+
+def _one_format(constants: Mapping[str, Constant]) -> str | None:
+    found = {constants.get(f"format_{letter}") for letter in "qkv"}
+    return None if len(found) == 1 else "reads three weights of one format"
+
+
 _ANY = _all()
 _PAGED = _all(_multiple("block_size", 16), _multiple("head_dim", 8), _head_dim, _heads)
 _ATTENTION = (
@@ -174,8 +187,8 @@ def _linear_kernels() -> list[_Kernel]:
                     "int8", BLOCK, _all(check, _short_rows))
         )  # fmt: skip
         out.append(
-            _Kernel(op, "zl_linear_bf16.h", f"zl_{name}_bf16", constants, weights, "bf16", BF16,
-                    check)
+            _Kernel(op, "zl_linear_bf16.h", f"zl_{name}_bf16", (*constants, "format"), weights,
+                    "bf16", BF16, _all(check, _whole_12))
         )  # fmt: skip
         out.append(
             _Kernel(op, "zl_linear_float.h", f"zl_{name}_float",
@@ -189,7 +202,7 @@ def _linear_kernels() -> list[_Kernel]:
         _Kernel("ScreenedSplitLinear", "zl_screen_split.h", "zl_screened_split_linear_int8",
                 ("N", "K"), 2, "int8", constraint=_short_rows, each=HALVES),
         _Kernel("ScreenedLinear", "zl_screen.h", "zl_screened_linear_bf16", ("N", "K"), 1, "bf16",
-                BF16),
+                frozenset({"BF16"})),
         _Kernel("ScreenedLinear", "zl_screen.h", "zl_screened_linear_float",
                 ("N", "K", "format", "activation_kind"), 1, "floats", PLAIN),
     ]  # fmt: skip
@@ -206,10 +219,11 @@ def _linear_kernels() -> list[_Kernel]:
             _all(check, _short_rows),
         )
     )
-    bf16 = tuple(name for name in _QKV if not name.startswith("format"))
+    bf16 = tuple(name for name in _QKV if name not in ("format_k", "format_v"))
     out.append(
-        _Kernel("QkvRopeCache", "zl_qkv.h", "zl_qkv_rope_cache_bf16", bf16, 3, "bf16", BF16, check)
-    )
+        _Kernel("QkvRopeCache", "zl_qkv.h", "zl_qkv_rope_cache_bf16", bf16, 3, "bf16", BF16,
+                _all(check, _one_format, _whole_12))
+    )  # fmt: skip
     out.append(
         _Kernel(
             "QkvRopeCache",
@@ -333,6 +347,20 @@ def pair_bytes(row: KernelRow) -> int:
     return 4 if "avx512bf16" in row.features else 8
 
 
+def is_short(constants: Mapping[str, Constant]) -> bool:
+    """Whether a call's weights are bf16 in 12 bits."""
+    return "BF16_12" in (constants.get("format"), constants.get("format_q"))
+
+
+def _groups_in_room(row: KernelRow, constants: Mapping[str, Constant]) -> int:
+    """Groups of 16 rows that a bf16 kernel multiplies by a register tile of tokens."""
+    if row.op == "QkvRopeCache":
+        head_dim = constants["head_dim"]
+        assert isinstance(head_dim, int)
+        return max(2, head_dim // 16)
+    return 4 if row.op == "GatedLinearQuantizeInt8" else 2
+
+
 def scratch_bytes(row: KernelRow, constants: Mapping[str, Constant], tile_bytes: int) -> int:
     """Bytes of per-thread scratch that a call of ``row`` needs; a multiple of 64.
 
@@ -348,9 +376,13 @@ def scratch_bytes(row: KernelRow, constants: Mapping[str, Constant], tile_bytes:
     if kind == "bounds":  # zl_screen_scratch in zl_screen.h: a bundle of 8 rows, and a word a block
         return -(-SCREEN_ROWS * (padded // 32) * 48 // 64) * 64
     if kind == "bf16":  # zl_pair_stride and zl_bf16_tokens in zl_linear_bf16.h
-        pair = pair_bytes(row)
-        tokens = max(32, min(256, tile_bytes // 2 // ((k + 1) // 2 * pair) // 8 * 8))
-        return tokens * (padded // 32 | 1) * 16 * pair
+        pair, short = pair_bytes(row), is_short(constants)
+        most = tile_bytes if short else tile_bytes // 2
+        tokens = max(32, min(256, most // ((k + 1) // 2 * pair) // 8 * 8))
+        room = 32 * k * _groups_in_room(row, constants) if short else 0
+        if room > max(tile_bytes, 64 * k):  # zl_bf16_room
+            room = 0
+        return tokens * (padded // 32 | 1) * 16 * pair + room
     tokens = max(8, min(64, 65536 // padded // 8 * 8))  # zl_float_tokens in zl_linear_float.h
     return tokens * padded * 4
 

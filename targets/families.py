@@ -51,12 +51,14 @@ class Build(Protocol):
 @dataclass(frozen=True)
 class Family:
     """``packed_bytes(layout, format, N, K)`` and ``pack(layout, format, raw)``, where raw is uint8
-    ``[N, row_bytes]`` as in the model file, are the weight layouts of ``rows``."""
+    ``[N, row_bytes]`` as in the model file, are the weight layouts of ``rows``;
+    ``holds(format, raw)`` says whether a format that is the family's own can have these values."""
 
     name: str
     rows: tuple[KernelRow, ...]
     packed_bytes: Callable[[str, str, int, int], int]
     pack: Callable[[str, str, Any], Any]
+    holds: Callable[[str, Any], bool]
     build: Build
 
 

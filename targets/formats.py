@@ -32,6 +32,8 @@ addition rounds: fused multiply-add gives the same bits as multiply and add, and
 
 Q8_HIGH and Q8_LOW are no file's: :func:`part_of_q8_0` makes them, the upper six and the lower two
 bits of a Q8_0 code, each with the scale; their values add up to Q8_0's exactly.
+
+BF16_12 is BF16, element for element, that a packer writes in 12 bits (``bf16_12.py``).
 """
 
 from __future__ import annotations
@@ -95,8 +97,11 @@ FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
 FILE_FORMATS = tuple(name for name, f in FORMATS.items() if not f.part_of)
 """Block formats that a model file can have."""
 
-PLAIN: Mapping[str, int] = MappingProxyType({"F32": 4, "F16": 2, "BF16": 2})
-"""Unquantized formats and the bytes of one element."""
+PLAIN: Mapping[str, int] = MappingProxyType({"F32": 4, "F16": 2, "BF16": 2, "BF16_12": 2})
+"""Unquantized formats and the bytes of one element before a packer has it."""
+
+PLAIN_FILE_FORMATS = ("F32", "F16", "BF16")
+"""Unquantized formats that a model file can have."""
 
 IQ4_NL_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8

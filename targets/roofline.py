@@ -125,6 +125,11 @@ def _kind(call: KernelCall) -> str:
     return next((k for k in ("int8", "bf16") if f".{k}." in call.row), "")
 
 
+def reads_memory(target: Target, nbytes: int) -> bool:
+    """Whether a step reads so many bytes of weights from memory, and not from the last cache."""
+    return nbytes > _rates(Injector(target, "roofline"), target).cache
+
+
 def screening_saves(target: Target, whole: int, read: int, flops: int, kind: str) -> float:
     """Seconds of a greedy step for one sequence that screening an output projection saves, from the
     bytes of all of it and of what says which outputs can win, and the operations of either; below

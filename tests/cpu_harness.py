@@ -158,7 +158,14 @@ def _instances() -> list[Instance]:
             (*("i",) * 6, "d", "i", "i", f16, f16, f16, "i"),
         ),
         *(
-            Instance(f"{name}_bf16", "zl_linear_bf16.h", f"zl_{function}_bf16", pointers, consts)
+            Instance(
+                f"{name}_bf16{bits}",
+                "zl_linear_bf16.h",
+                f"zl_{function}_bf16",
+                pointers,
+                (*consts, f"ZL_FMT_BF16{bits}"),
+            )
+            for bits in ("", "_12")
             for name, function, pointers, consts in (
                 ("linear", "linear", 4, ("i", "i")),
                 ("linear_add", "linear_add", 5, ("i", "i")),
@@ -167,8 +174,15 @@ def _instances() -> list[Instance]:
                 ("gated_quantize", "gated_linear_quantize", 8, ("i", "i", "i")),
             )
         ),
-        Instance(
-            "qkv_bf16", "zl_qkv.h", "zl_qkv_rope_cache_bf16", 19, (*("i",) * 6, "d", "i", "i")
+        *(
+            Instance(
+                f"qkv_bf16{bits}",
+                "zl_qkv.h",
+                "zl_qkv_rope_cache_bf16",
+                19,
+                (*("i",) * 6, "d", "i", "i", f"ZL_FMT_BF16{bits}"),
+            )
+            for bits in ("", "_12")
         ),
         Instance("head_bounds", "zl_screen.h", "zl_head_bounds", 4, ("i", "i", "i")),
         Instance("screened_bf16", "zl_screen.h", "zl_screened_linear_bf16", 4, ("i", "i")),

@@ -20,7 +20,7 @@ from zerolayer.compiler.memory import check_plan, plan
 from zerolayer.compiler.passes import PassOptions, run_passes
 from zerolayer.runtime_stub.driver_cpu import CodeObject, CpuEngine
 from zerolayer.runtime_stub.errors import UnsupportedError
-from zerolayer.targets import cpu, cpu_rows, formats
+from zerolayer.targets import cpu, cpu_layouts, cpu_rows, formats
 from zerolayer.targets.facts import Target, with_defaults
 from zerolayer.targets.kernels import KernelQuery, select
 from zerolayer.targets.program import BufferKind, Program
@@ -76,10 +76,12 @@ def step_program(
     fusion: str = "balanced",
     config: ModelConfig | None = TINY,
     screen: bool = False,
+    shorten: bool = False,
     **options: Any,
 ) -> tuple[ir.Model, Program]:
     """Passes, lowering, plan and its check: (final graph, program).  ``screen``: the output
-    projection is screened where it can be, however small it is."""
+    projection is screened where it can be, however small it is; ``shorten``: so are bf16 weights
+    written in 12 bits."""
 
     def supports(query: KernelQuery) -> str | None:
         try:
@@ -98,6 +100,8 @@ def step_program(
             kv_dtype=kv_dtype,
             supports=supports,
             screen=lambda _head: screen,
+            shorten=lambda _nbytes: shorten,
+            holds=cpu_layouts.holds,
         ),
     )
     lowered = lower(

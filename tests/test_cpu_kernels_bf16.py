@@ -161,7 +161,7 @@ def test_the_hot_loop_is_the_instruction(tmp_path: Path) -> None:
     source.write_text(
         '#include "zl_linear_bf16.h"\n'
         "void hot(const zl_pair *x, const uint8_t *const *w, zl_turn turn, float *o) {\n"
-        "  v16f acc[2][8];\n  zl_dot_bf16(2, 8, x, 576, w, 36864, turn, acc);\n"
+        "  v16f acc[2][8];\n  zl_dot_bf16(ZL_FMT_BF16, 2, 8, x, 576, w, 36864, turn, acc);\n"
         "  memcpy(o, acc, sizeof acc);\n}\n"
     )
     command = [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-gnu"]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from cpu_harness import INSTANCES, LEVELS, TEMPLATES, Kernels, floats, host_flags, library
 from zerolayer.targets import cpu_rows
+from zerolayer.targets.program import Constant
 
 
 @pytest.fixture(scope="module")
@@ -350,7 +351,9 @@ def test_rows_match_the_headers() -> None:
             assert any(re.search(rf"\b{c}\b", t) for t in text.values()), c
 
 
-BF16_SCRATCH = "zl_bf16_tokens({k}) * zl_pair_stride({k}) * (int64_t)sizeof(zl_pair)"
+BF16_SCRATCH = "zl_bf16_tokens({format}, {k}) * zl_pair_stride({k}) * (int64_t)sizeof(zl_pair)"
+#: where the room of two groups ends
+SHORT_SCRATCH = "zl_bf16_room(&t, {format}, 2, {k}) - (char *)NULL + 64 * {k}"
 
 
 @pytest.mark.parametrize(
@@ -364,6 +367,8 @@ BF16_SCRATCH = "zl_bf16_tokens({k}) * zl_pair_stride({k}) * (int64_t)sizeof(zl_p
         ),
         ("zl_linear_bf16", "zl_linear_bf16.h", BF16_SCRATCH, "v3"),
         ("zl_linear_bf16", "zl_linear_bf16.h", BF16_SCRATCH, "v4+avx512bf16"),
+        ("zl_linear_bf16", "zl_linear_bf16.h", SHORT_SCRATCH, "v3"),
+        ("zl_linear_bf16", "zl_linear_bf16.h", SHORT_SCRATCH, "v4+avx512bf16"),
     ],
 )
 def test_scratch_agrees_with_the_kernels(
@@ -374,11 +379,17 @@ def test_scratch_agrees_with_the_kernels(
     source = tmp_path / "s.c"
     rows = [r for r in cpu_rows.ROWS if r.function == function]
     row = next(r for r in rows if ("avx512bf16" in r.features) == ("bf16" in cpu))
+    format = "BF16_12" if tokens is SHORT_SCRATCH else "BF16"
+    asked: list[dict[str, Constant]] = [{"K": k, "format": format} for k in ks]
     checks = "\n".join(
-        f"  if ({tokens.format(k=k)} != {cpu_rows.scratch_bytes(row, {'K': k}, 1 << 19)}) return 1;"
-        for k in ks
+        f"  if ({tokens.format(k=c['K'], format='ZL_FMT_' + format)}"
+        f" != {cpu_rows.scratch_bytes(row, c, 1 << 19)}) return 1;"
+        for c in asked
     )
-    source.write_text(f'#include "{header}"\nint main(void) {{\n{checks}\n  return 0;\n}}\n')
+    source.write_text(
+        f'#include "{header}"\nint main(void) {{\n  zl_task t = {{0}};\n  (void)t;\n'
+        f"{checks}\n  return 0;\n}}\n"
+    )
     program = tmp_path / "s"
     flags = [
         "-target",

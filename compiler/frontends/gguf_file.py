@@ -364,7 +364,7 @@ def _read_tensor(cursor: _Cursor, index: int) -> TensorInfo:
     if format is None:
         raise cursor.fail(f"unknown tensor type {kind}", subject)
     if not formats.is_format(format):
-        supported = ", ".join([*formats.PLAIN, *formats.FILE_FORMATS])
+        supported = ", ".join([*formats.PLAIN_FILE_FORMATS, *formats.FILE_FORMATS])
         raise UnsupportedError(
             f"tensor type {format} has no exact decoder here",
             where=f"{cursor.file}: {subject}",

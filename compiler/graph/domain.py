@@ -59,7 +59,7 @@ VARIANTS = ("qknorm_norope", "qknorm", "norope")
 
 FORMAT_DTYPES: Mapping[str, ir.DataType] = MappingProxyType(
     dict.fromkeys(FORMATS, UINT8)
-    | {"F32": FLOAT, "F16": ir.DataType.FLOAT16, "BF16": BFLOAT16}
+    | {"F32": FLOAT, "F16": ir.DataType.FLOAT16, "BF16": BFLOAT16, "BF16_12": BFLOAT16}
 )  # fmt: skip
 
 Dim = int | str | None
@@ -287,7 +287,8 @@ def parse(op_type: str) -> OpSignature:
     formats: list[str] = []
     expected = 1 if operator.shared_format else len(operator.weights)
     for _ in range(expected):
-        found = next((f for f in FORMATS if rest == f or rest.startswith(f + "_")), None)
+        named = [f for f in FORMATS if rest == f or rest.startswith(f + "_")]
+        found = max(named, key=len, default=None)  # BF16_12 begins with BF16
         if found is None:
             raise _unknown(op_type, f"it names {len(formats)} of {expected} formats")
         formats.append(found)

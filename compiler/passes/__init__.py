@@ -15,7 +15,7 @@ from zerolayer.compiler.graph import domain
 from zerolayer.compiler.graph.check import check_graph
 from zerolayer.compiler.graph.dump import dump_graph
 
-from . import activations, edit, fuse, paging, screen, simplify, weights
+from . import activations, edit, fuse, paging, screen, shorten, simplify, weights
 from .compare import PassComparison, PassReport
 from .options import PassOptions
 
@@ -53,6 +53,8 @@ PASSES: tuple[NamedPass, ...] = (
               "changed"),
     NamedPass("screen-head", screen.screen_head, "when the projection is final; its bounds are for "
               "one kernel's arithmetic"),
+    NamedPass("shorten", shorten.shorten, "last: only products that are final, and not what the "
+              "screened projection and the embedding share"),
 )  # fmt: skip
 
 

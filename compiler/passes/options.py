@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 from zerolayer.compiler.graph import domain
 from zerolayer.compiler.lower.constants import (
@@ -45,6 +47,16 @@ def no_screen(_head: Head) -> bool:
     return False
 
 
+def no_shorter(_nbytes: int) -> bool:
+    """A target for which shorter weights never pay."""
+    return False
+
+
+def holds_nothing(_format: str, _raw: npt.NDArray[np.uint8]) -> bool:
+    """A target without formats of its own."""
+    return False
+
+
 def every_kernel(_query: KernelQuery) -> str | None:
     """A target that has every kernel (tests, and graphs that are not lowered)."""
     return None
@@ -53,7 +65,9 @@ def every_kernel(_query: KernelQuery) -> str | None:
 @dataclass(frozen=True)
 class PassOptions:
     """``supports`` says why the target has no kernel for a query, or None when it has one;
-    ``screen`` whether a greedy step is to screen an output projection."""
+    ``screen`` whether a greedy step is to screen an output projection; ``shorten`` whether so many
+    bytes of weights are worth taking apart to read fewer, and ``holds`` whether a format of the
+    target's own can have a weight's values, uint8 [N, row_bytes]."""
 
     quantize: Quantize = "keep"
     activations: Activations = "int8"
@@ -62,6 +76,8 @@ class PassOptions:
     kv_dtype: str = "f32"
     supports: Supports = every_kernel
     screen: Callable[[Head], bool] = no_screen
+    shorten: Callable[[int], bool] = no_shorter
+    holds: Callable[[str, npt.NDArray[np.uint8]], bool] = holds_nothing
 
     @property
     def fuses(self) -> bool:

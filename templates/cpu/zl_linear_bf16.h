@@ -12,6 +12,7 @@
  */
 #ifndef ZL_LINEAR_BF16_H
 #define ZL_LINEAR_BF16_H
+#include "zl_bf16_12.h"
 #include "zl_linear_int8.h"
 
 #if ZL_AVX512
@@ -24,10 +25,11 @@
  * same cache sets when K is a power of two. */
 ZL_KERNEL int64_t zl_pair_stride(int64_t K) { return ((K + 31) / 32 | 1) * 16; }
 
-/* The most tokens of a tile: within half of ZL_TILE_BYTES (these weights take twice the room), 32 to 256, a multiple of
- * 8. */
-ZL_KERNEL int64_t zl_bf16_tokens(int64_t K) {
-  const int64_t most = ZL_TILE_BYTES / 2 / ((K + 1) / 2 * (int64_t)sizeof(zl_pair)) / 8 * 8;
+/* The most tokens of a tile: within half of ZL_TILE_BYTES (these weights take twice the room), or all of it where each
+ * tile has to take its weights apart first, 32 to 256, a multiple of 8. */
+ZL_KERNEL int64_t zl_bf16_tokens(int format, int64_t K) {
+  const int64_t bytes = format == ZL_FMT_BF16_12 ? ZL_TILE_BYTES : ZL_TILE_BYTES / 2;
+  const int64_t most = bytes / ((K + 1) / 2 * (int64_t)sizeof(zl_pair)) / 8 * 8;
   return most < 32 ? 32 : most > 256 ? 256 : most;
 }
 
@@ -56,28 +58,40 @@ ZL_KERNEL const zl_pair *zl_prepare_bf16(const zl_task *t, const float *x, int64
 
 /* Which of its token tile's register tiles one is.  One of many asks for its share of the groups that come next, so that
  * the first of them does not wait for memory while the others find the weights in L2.  The only one leaves its stream to
- * the machine. */
+ * the machine.  With `room` the first one puts its groups there in 16 bits, where their form is shorter, for all. */
 typedef struct zl_turn {
   int64_t number, of;
+  char *room;
 } zl_turn;
 
-ZL_KERNEL void zl_dot_groups(int NG, int MT, const zl_pair *x, int64_t K, const uint8_t *const *w, int64_t next,
-                             zl_turn turn, v16f acc[][8]) {
-  const int64_t stride = zl_pair_stride(K), pairs = (K + 1) / 2;
-  const int64_t step = 64 * 256 / turn.of; /* 256ths of a byte */
-  int64_t asked = turn.number * pairs * step;
+/* The same turn for groups that come after others that have room. */
+ZL_KERNEL zl_turn zl_turn_after(zl_turn turn, int64_t groups, int64_t K) {
+  if (turn.room) turn.room += groups * zl_group_bytes(ZL_FMT_BF16, K);
+  return turn;
+}
+
+ZL_KERNEL void zl_no_sums(int NG, int MT, v16f acc[][8]) {
   ZL_UNROLL
   for (int s = 0; s < NG; s++) {
     ZL_UNROLL
     for (int m = 0; m < MT; m++) acc[s][m] = zl_set(0.0f);
   }
+}
+
+/* One group of K columns in 16 bits at w[s], while `bytes` of what follows are asked for from ask[s] on. */
+ZL_KERNEL void zl_dot_16(int NG, int MT, const zl_pair *x, int64_t K, const uint8_t *const *w, const uint8_t *const *ask,
+                         int64_t bytes, zl_turn turn, v16f acc[][8]) {
+  const int64_t stride = zl_pair_stride(K), pairs = (K + 1) / 2;
+  const int64_t step = bytes * 256 / (pairs * turn.of); /* 256ths of a byte, of a line at most */
+  int64_t asked = turn.number * pairs * step;
+  zl_no_sums(NG, MT, acc);
   ZL_NO_UNROLL
   for (int64_t k = 0; k < pairs; k++, asked += step) {
     zl_pairs16 p[2];
     ZL_UNROLL
     for (int s = 0; s < NG; s++) {
       p[s] = zl_load_pairs16(w[s] + 64 * k);
-      if (turn.of > 1) __builtin_prefetch(w[s] + next + (asked >> 8), 0, 3);
+      if (turn.of > 1) __builtin_prefetch(ask[s] + (asked >> 8), 0, 3);
     }
     ZL_UNROLL
     for (int m = 0; m < MT; m++) {
@@ -87,25 +101,81 @@ ZL_KERNEL void zl_dot_groups(int NG, int MT, const zl_pair *x, int64_t K, const 
   }
 }
 
-/* acc[s][m] = 16 outputs of group s for token m of the pairs x, NG is 1 or 2; w[s]: a group of rows16, `next` bytes
- * before the group that comes next */
-ZL_KERNEL void zl_dot_bf16(int NG, int MT, const zl_pair *x, int64_t K, const uint8_t *const *w, int64_t next,
-                           zl_turn turn, v16f acc[][8]) {
-  if (NG == 2 && MT > 2 && !ZL_AVX512) { /* not registers enough for both */
-    zl_dot_groups(1, MT, x, K, w, next, turn, acc);
-    zl_dot_groups(1, MT, x, K, w + 1, next, turn, acc + 1);
-  } else {
-    zl_dot_groups(NG, MT, x, K, w, next, turn, acc);
+/* The same of a group in 12 bits: four pairs of columns at a time, in the same order. */
+ZL_KERNEL void zl_dot_12(int NG, int MT, const zl_pair *x, int64_t K, const uint8_t *const *w, const uint8_t *const *ask,
+                         int64_t bytes, zl_turn turn, v16f acc[][8]) {
+  const int64_t stride = zl_pair_stride(K), blocks = K / ZL_12_COLUMNS;
+  const int64_t step = bytes * 256 / (blocks * turn.of); /* 256ths of a byte */
+  int64_t asked = turn.number * blocks * step;
+  zl_12_reader r[2];
+  for (int s = 0; s < NG; s++) r[s] = zl_12_begin(w[s], K);
+  zl_no_sums(NG, MT, acc);
+  ZL_NO_UNROLL
+  for (int64_t i = 0; i < blocks; i++, asked += step) {
+    v64u8 p[2][4];
+    ZL_UNROLL
+    for (int s = 0; s < NG; s++) {
+      if (turn.of == 1 && MT > 2) zl_12_ask(&r[s], i); /* few tokens: the machine keeps up */
+      zl_12_load(&r[s], i, p[s]);
+      if (turn.of > 1) {
+        __builtin_prefetch(ask[s] + (asked >> 8), 0, 3);
+        if (step > 64 * 256) __builtin_prefetch(ask[s] + (asked >> 8) + 64, 0, 3);
+      }
+    }
+    ZL_UNROLL
+    for (int j = 0; j < 4; j++) {
+      ZL_UNROLL
+      for (int m = 0; m < MT; m++) {
+        ZL_UNROLL
+        for (int s = 0; s < NG; s++) acc[s][m] = zl_dot_pair(acc[s][m], zl_pairs_of(p[s][j]), x[m * stride + 4 * i + j]);
+      }
+    }
   }
+}
+
+ZL_KERNEL void zl_dot_groups(int format, int NG, int MT, const zl_pair *x, int64_t K, const uint8_t *const *w,
+                             const uint8_t *const *ask, zl_turn turn, v16f acc[][8]) {
+  const int64_t bytes = zl_group_bytes(format, K);
+  if (format != ZL_FMT_BF16_12) {
+    zl_dot_16(NG, MT, x, K, w, ask, bytes, turn, acc);
+  } else if (!turn.room) {
+    zl_dot_12(NG, MT, x, K, w, ask, bytes, turn, acc);
+  } else {
+    const int64_t whole = zl_group_bytes(ZL_FMT_BF16, K);
+    const uint8_t *const in_room[2] = {(uint8_t *)turn.room, (uint8_t *)turn.room + whole};
+    if (turn.number == 0) {
+      for (int s = 0; s < NG; s++) zl_12_unpack(w[s], K, turn.room + s * whole);
+    }
+    zl_dot_16(NG, MT, x, K, in_room, ask, bytes, turn, acc);
+  }
+}
+
+/* acc[s][m] = 16 outputs of group s for token m of the pairs x, NG is 1 or 2; w[s]: a group of rows16, BF16 or BF16_12,
+ * `next` bytes before the group that comes next */
+ZL_KERNEL void zl_dot_bf16(int format, int NG, int MT, const zl_pair *x, int64_t K, const uint8_t *const *w,
+                           int64_t next, zl_turn turn, v16f acc[][8]) {
+  const uint8_t *const ask[2] = {w[0] + next, w[NG - 1] + next};
+  if (NG == 2 && MT > 2 && !ZL_AVX512) { /* not registers enough for both */
+    zl_dot_groups(format, 1, MT, x, K, w, ask, turn, acc);
+    zl_dot_groups(format, 1, MT, x, K, w + 1, ask + 1, zl_turn_after(turn, 1, K), acc + 1);
+  } else {
+    zl_dot_groups(format, NG, MT, x, K, w, ask, turn, acc);
+  }
+}
+
+/* Scratch after the token tile, for some groups in 16 bits; NULL where they are so already, or too many for L2. */
+ZL_KERNEL char *zl_bf16_room(const zl_task *t, int format, int64_t groups, int64_t K) {
+  if (format != ZL_FMT_BF16_12 || (groups > 2 && groups * 32 * K > ZL_TILE_BYTES)) return NULL;
+  return t->scratch + zl_bf16_tokens(format, K) * zl_pair_stride(K) * (int64_t)sizeof(zl_pair);
 }
 
 /* CALL(NG, MT, row, px, turn, item) for all register tiles of this thread's share: items item .. item + NG for tokens
  * row .. row + MT, whose pairs begin at px.  Up to `most` items (1 or 2) are taken together; for one token never,
- * because neighbouring groups are read faster as one stream. */
-#define ZL_BF16_TILES(rows, x, K, items, most, CALL)                                              \
+ * because neighbouring groups are read faster as one stream.  room: zl_turn's, for more than one register tile. */
+#define ZL_BF16_TILES(format, rows, x, K, items, most, room, CALL)                                        \
   do {                                                                                            \
     if ((rows) <= 0) break;                                                                       \
-    const int64_t zl_tiles = ((rows) + zl_bf16_tokens(K) - 1) / zl_bf16_tokens(K);                \
+    const int64_t zl_tiles = ((rows) + zl_bf16_tokens(format, K) - 1) / zl_bf16_tokens(format, K);                \
     const zl_pair *zl_x = NULL;                                                                   \
     int64_t zl_at = -1;                                                                           \
     zl_deal zl_d = {zl_tiles * (items), 0, 0, 0};                                                 \
@@ -117,18 +187,18 @@ ZL_KERNEL void zl_dot_bf16(int NG, int MT, const zl_pair *x, int64_t K, const ui
       const int zl_both = zl_two && zl_d.next + 1 < zl_d.end;                                     \
       if (zl_t0 != zl_at) zl_x = zl_prepare_bf16(t, x, zl_at = zl_t0, zl_t1 - zl_t0, K);          \
       if (zl_both) {                                                                              \
-        ZL_BF16_ROW_TILES(2, zl_x, K, zl_t0, zl_t1, zl_item, CALL)                                \
+        ZL_BF16_ROW_TILES(2, zl_x, K, zl_t0, zl_t1, zl_item, room, CALL)                          \
       } else {                                                                                    \
-        ZL_BF16_ROW_TILES(1, zl_x, K, zl_t0, zl_t1, zl_item, CALL)                                \
+        ZL_BF16_ROW_TILES(1, zl_x, K, zl_t0, zl_t1, zl_item, room, CALL)                          \
       }                                                                                           \
       zl_d.next += 1 + zl_both;                                                                   \
     }                                                                                             \
   } while (0)
-#define ZL_BF16_ROW_TILES(NG, px, K, t0, t1, item, CALL)                                 \
+#define ZL_BF16_ROW_TILES(NG, px, K, t0, t1, item, room, CALL)                           \
   for (int64_t zl_m = (t0), zl_left; (zl_left = (t1) - zl_m) > 0;) {                     \
     const zl_pair *zl_p = (px) + (zl_m - (t0)) * zl_pair_stride(K);                      \
     const int64_t zl_of = ((t1) - (t0) + ZL_BF16_ROWS - 1) / ZL_BF16_ROWS;               \
-    const zl_turn zl_turn_ = {(zl_m - (t0)) / ZL_BF16_ROWS, zl_of};                      \
+    const zl_turn zl_turn_ = {(zl_m - (t0)) / ZL_BF16_ROWS, zl_of, zl_of > 1 ? (room) : NULL}; \
     if (ZL_BF16_ROWS >= 8 && zl_left >= 8) {                                             \
       CALL(NG, ZL_BF16_ROWS, zl_m, zl_p, zl_turn_, item);                                \
       zl_m += 8;                                                                         \
@@ -144,13 +214,13 @@ ZL_KERNEL void zl_dot_bf16(int NG, int MT, const zl_pair *x, int64_t K, const ui
     }                                                                                    \
   }
 
-ZL_KERNEL void zl_linear_bf16_tile(int NG, int MT, const zl_pair *x, zl_turn turn, int64_t first, int64_t g,
+ZL_KERNEL void zl_linear_bf16_tile(int format, int NG, int MT, const zl_pair *x, zl_turn turn, int64_t first, int64_t g,
                                    const uint8_t *w, const float *bias, const float *residual, float *out, int64_t N,
                                    int64_t K, int act) {
   v16f acc[2][8];
-  const int64_t bytes = zl_group_bytes(ZL_FMT_BF16, K);
+  const int64_t bytes = zl_group_bytes(format, K);
   const uint8_t *const group[2] = {w + g * bytes, w + (g + 1) * bytes};
-  zl_dot_bf16(NG, MT, x, K, group, NG * bytes, turn, acc);
+  zl_dot_bf16(format, NG, MT, x, K, group, NG * bytes, turn, acc);
   ZL_UNROLL
   for (int s = 0; s < NG; s++) {
     const int64_t n = N - 16 * (g + s) < 16 ? N - 16 * (g + s) : 16;
@@ -166,39 +236,39 @@ ZL_KERNEL void zl_linear_bf16_tile(int NG, int MT, const zl_pair *x, zl_turn tur
 }
 
 ZL_KERNEL void zl_linear_bf16_all(const zl_task *t, int64_t rows, const float *x, const uint8_t *w, const float *bias,
-                                  const float *residual, float *out, int64_t N, int64_t K, int act) {
+                                  const float *residual, float *out, int64_t N, int64_t K, int act, int format) {
 #define ZL_CALL(NG, MT, row, px, turn, g) \
-  zl_linear_bf16_tile(NG, MT, px, turn, row, g, w, bias, residual, out, N, K, act)
-  ZL_BF16_TILES(rows, x, K, (N + 15) / 16, 2, ZL_CALL);
+  zl_linear_bf16_tile(format, NG, MT, px, turn, row, g, w, bias, residual, out, N, K, act)
+  ZL_BF16_TILES(format, rows, x, K, (N + 15) / 16, 2, zl_bf16_room(t, format, 2, K), ZL_CALL);
 #undef ZL_CALL
 }
 
-/* x f32[T,K], W rows16 BF16 [N,K], bias f32[N] or NULL -> out f32[T,N] */
+/* x f32[T,K], W rows16 BF16 or BF16_12 [N,K], bias f32[N] or NULL -> out f32[T,N] */
 ZL_KERNEL void zl_linear_bf16(const zl_task *t, int64_t rows, const float *x, const uint8_t *w, const float *bias,
-                              float *out, int64_t N, int64_t K) {
-  zl_linear_bf16_all(t, rows, x, w, bias, NULL, out, N, K, ZL_ACT_NONE);
+                              float *out, int64_t N, int64_t K, int format) {
+  zl_linear_bf16_all(t, rows, x, w, bias, NULL, out, N, K, ZL_ACT_NONE, format);
 }
 
 /* x, W, residual f32[T,N], bias? -> out f32[T,N] = residual + linear; out may be residual */
 ZL_KERNEL void zl_linear_add_bf16(const zl_task *t, int64_t rows, const float *x, const uint8_t *w,
-                                  const float *residual, const float *bias, float *out, int64_t N, int64_t K) {
-  zl_linear_bf16_all(t, rows, x, w, bias, residual, out, N, K, ZL_ACT_NONE);
+                                  const float *residual, const float *bias, float *out, int64_t N, int64_t K, int format) {
+  zl_linear_bf16_all(t, rows, x, w, bias, residual, out, N, K, ZL_ACT_NONE, format);
 }
 
 /* x, W, bias? -> out f32[T,N] = act(linear) */
 ZL_KERNEL void zl_act_linear_bf16(const zl_task *t, int64_t rows, const float *x, const uint8_t *w, const float *bias,
-                                  float *out, int64_t N, int64_t K, int activation) {
-  zl_linear_bf16_all(t, rows, x, w, bias, NULL, out, N, K, activation);
+                                  float *out, int64_t N, int64_t K, int activation, int format) {
+  zl_linear_bf16_all(t, rows, x, w, bias, NULL, out, N, K, activation, format);
 }
 
 /* h[m] = act(gate + bias) * (up + bias) for 16 outputs of group g */
-ZL_KERNEL void zl_gated_bf16_tile(int MT, const zl_pair *x, zl_turn turn, int64_t g, const uint8_t *gate,
+ZL_KERNEL void zl_gated_bf16_tile(int format, int MT, const zl_pair *x, zl_turn turn, int64_t g, const uint8_t *gate,
                                   const uint8_t *up, const float *bias_gate, const float *bias_up, int64_t N,
                                   int64_t K, int act, v16f *h) {
   v16f acc[2][8];
-  const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16, bytes = zl_group_bytes(ZL_FMT_BF16, K);
+  const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16, bytes = zl_group_bytes(format, K);
   const uint8_t *const group[2] = {gate + g * bytes, up + g * bytes};
-  zl_dot_bf16(2, MT, x, K, group, bytes, turn, acc);
+  zl_dot_bf16(format, 2, MT, x, K, group, bytes, turn, acc);
   ZL_UNROLL
   for (int m = 0; m < MT; m++) {
     v16f a = acc[0][m], b = acc[1][m];
@@ -208,18 +278,18 @@ ZL_KERNEL void zl_gated_bf16_tile(int MT, const zl_pair *x, zl_turn turn, int64_
   }
 }
 
-/* x, Wgate, Wup rows16 BF16 [N,K], bias_gate?, bias_up? -> out f32[T,N] = act(gate) * up */
+/* x, Wgate, Wup rows16 BF16 or BF16_12 [N,K], bias_gate?, bias_up? -> out f32[T,N] = act(gate) * up */
 ZL_KERNEL void zl_gated_linear_bf16(const zl_task *t, int64_t rows, const float *x, const uint8_t *gate,
                                     const uint8_t *up, const float *bias_gate, const float *bias_up, float *out,
-                                    int64_t N, int64_t K, int activation) {
+                                    int64_t N, int64_t K, int activation, int format) {
 #define ZL_CALL(NG, MT, row, px, turn, g)                                                   \
   do {                                                                                      \
     v16f h[8];                                                                              \
     const int64_t n = N - 16 * (g) < 16 ? N - 16 * (g) : 16;                                \
-    zl_gated_bf16_tile(MT, px, turn, g, gate, up, bias_gate, bias_up, N, K, activation, h); \
+    zl_gated_bf16_tile(format, MT, px, turn, g, gate, up, bias_gate, bias_up, N, K, activation, h); \
     for (int m = 0; m < MT; m++) zl_store_n(out + ((row) + m) * N + 16 * (g), h[m], n);     \
   } while (0)
-  ZL_BF16_TILES(rows, x, K, (N + 15) / 16, 1, ZL_CALL);
+  ZL_BF16_TILES(format, rows, x, K, (N + 15) / 16, 1, zl_bf16_room(t, format, 2, K), ZL_CALL);
 #undef ZL_CALL
 }
 
@@ -227,15 +297,16 @@ ZL_KERNEL void zl_gated_linear_bf16(const zl_task *t, int64_t rows, const float 
 ZL_KERNEL void zl_gated_linear_quantize_bf16(const zl_task *t, int64_t rows, const float *x, const uint8_t *gate,
                                              const uint8_t *up, const float *bias_gate, const float *bias_up,
                                              int8_t *out_q, float *out_scale, float *out_sums, int64_t N, int64_t K,
-                                             int activation) {
+                                             int activation, int format) {
 #define ZL_CALL(NG, MT, row, px, turn, g)                                                                  \
   do {                                                                                                     \
     v16f h[2][8];                                                                                          \
     for (int64_t s = 0; s < 2; s++)                                                                        \
-      zl_gated_bf16_tile(MT, px, turn, 2 * (g) + s, gate, up, bias_gate, bias_up, N, K, activation, h[s]); \
+      zl_gated_bf16_tile(format, MT, px, zl_turn_after(turn, 2 * s, K), 2 * (g) + s, gate, up, bias_gate,  \
+                         bias_up, N, K, activation, h[s]);                                                 \
     zl_quantize32_rows(MT, h[0], h[1], row, g, N, out_q, out_scale, out_sums);                             \
   } while (0)
-  ZL_BF16_TILES(rows, x, K, N / 32, 1, ZL_CALL);
+  ZL_BF16_TILES(format, rows, x, K, N / 32, 1, zl_bf16_room(t, format, 4, K), ZL_CALL);
 #undef ZL_CALL
 }
 

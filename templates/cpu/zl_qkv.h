@@ -155,20 +155,20 @@ ZL_KERNEL void zl_qkv_float_all(const zl_task *t, int64_t rows, const zl_qkv *p,
 }
 
 /* The same for weights of bf16 and pairs x. */
-ZL_KERNEL void zl_qkv_bf16_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int MT, const zl_pair *in,
+ZL_KERNEL void zl_qkv_bf16_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int format, int MT, const zl_pair *in,
                                 zl_turn turn, int64_t first, int64_t item) {
   _Alignas(64) float x[8][ZL_MAX_HEAD_DIM];
   int64_t head;
   const int role = zl_qkv_role(s, item, &head);
-  const int64_t groups = s->hd / 16, bytes = zl_group_bytes(ZL_FMT_BF16, s->K);
+  const int64_t groups = s->hd / 16, bytes = zl_group_bytes(format, s->K);
   for (int64_t g = 0; g < groups;) {
     v16f acc[2][8];
     const uint8_t *w = p->w[role] + (head * groups + g) * bytes, *const group[2] = {w, w + bytes};
     const int both = MT > 1 && g + 1 < groups; /* one token: one stream of weights */
     if (both)
-      zl_dot_bf16(2, MT, in, s->K, group, 2 * bytes, turn, acc);
+      zl_dot_bf16(format, 2, MT, in, s->K, group, 2 * bytes, zl_turn_after(turn, g, s->K), acc);
     else
-      zl_dot_bf16(1, MT, in, s->K, group, bytes, turn, acc);
+      zl_dot_bf16(format, 1, MT, in, s->K, group, bytes, zl_turn_after(turn, g, s->K), acc);
     ZL_UNROLL
     for (int m = 0; m < MT; m++) {
       zl_store(x[m] + 16 * g, acc[0][m]);
@@ -180,9 +180,9 @@ ZL_KERNEL void zl_qkv_bf16_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_
 }
 
 ZL_KERNEL void zl_qkv_bf16_all(const zl_task *t, int64_t rows, const zl_qkv *p, const zl_qkv_shape *s,
-                               const float *in) {
-#define ZL_CALL(NG, MT, first, px, turn, item) zl_qkv_bf16_tile(t, p, s, MT, px, turn, first, item)
-  ZL_BF16_TILES(rows, in, s->K, s->H + 2 * s->KVH, 1, ZL_CALL);
+                               const float *in, int format) {
+#define ZL_CALL(NG, MT, first, px, turn, item) zl_qkv_bf16_tile(t, p, s, format, MT, px, turn, first, item)
+  ZL_BF16_TILES(format, rows, in, s->K, s->H + 2 * s->KVH, 1, zl_bf16_room(t, format, s->hd / 16, s->K), ZL_CALL);
 #undef ZL_CALL
 }
 
@@ -223,11 +223,11 @@ ZL_KERNEL void zl_qkv_rope_cache_bf16(
     const float *sin_t, char *k_in, char *v_in, const int32_t *positions, const int32_t *seq_starts,
     const int32_t *block_table, float *q, char *k_cache, char *v_cache, int64_t K, int64_t num_heads,
     int64_t kv_num_heads, int64_t head_dim, int64_t rotary_dim, int interleaved, double epsilon, int64_t block_size,
-    int kv_dtype) {
+    int kv_dtype, int format) {
   (void)k_in, (void)v_in, (void)seq_starts, (void)block_table;
   zl_qkv p = {{wq, wk, wv}, {bq, bk, bv}, {qnorm, knorm}, cos_t, sin_t, q, k_cache, v_cache, positions};
   zl_qkv_shape s = {K, num_heads, kv_num_heads, head_dim, rotary_dim, block_size, interleaved, kv_dtype, epsilon};
-  zl_qkv_bf16_all(t, rows, &p, &s, x);
+  zl_qkv_bf16_all(t, rows, &p, &s, x, format);
 }
 
 #endif

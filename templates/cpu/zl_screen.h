@@ -184,7 +184,7 @@ ZL_KERNEL int zl_screen_next(const zl_task *t, zl_deal *deal, const float *bound
 ZL_KERNEL void zl_screened_linear_bf16(const zl_task *t, int64_t rows, const float *x, const uint8_t *w,
                                        const float *bounds, float *out, int64_t N, int64_t K) {
   if (!t->screened) {
-    zl_linear_bf16(t, rows, x, w, NULL, out, N, K);
+    zl_linear_bf16(t, rows, x, w, NULL, out, N, K, ZL_FMT_BF16);
     return;
   }
   float best[ZL_SCREEN_ROWS];
@@ -195,8 +195,8 @@ ZL_KERNEL void zl_screened_linear_bf16(const zl_task *t, int64_t rows, const flo
   while (zl_screen_next(t, &deal, bounds, best, rows, out, N, &g)) {
     if (!pairs) pairs = zl_prepare_bf16(t, x, 0, rows, K);
 #define ZL_CALL(NG, MT, row, px, turn, item) \
-  zl_linear_bf16_tile(NG, MT, px, turn, row, item, w, NULL, NULL, out, N, K, ZL_ACT_NONE)
-    ZL_BF16_ROW_TILES(1, pairs, K, 0, rows, g, ZL_CALL)
+  zl_linear_bf16_tile(ZL_FMT_BF16, NG, MT, px, turn, row, item, w, NULL, NULL, out, N, K, ZL_ACT_NONE)
+    ZL_BF16_ROW_TILES(1, pairs, K, 0, rows, g, NULL, ZL_CALL)
 #undef ZL_CALL
   }
 }

@@ -210,7 +210,7 @@ ZL_KERNEL v16f zl_round_bf16(v16f x) {
 typedef uint32_t zl_pair; /* bf16 even | odd << 16 */
 typedef v16i zl_pairs16;
 ZL_KERNEL v16u16 zl_to_bf16(v16f x) { return (v16u16)_mm512_cvtneps_pbh((__m512)x); }
-ZL_KERNEL zl_pairs16 zl_load_pairs16(const uint8_t *p) { return (v16i)zl_load_bytes(p); }
+ZL_KERNEL zl_pairs16 zl_pairs_of(v64u8 both) { return (v16i)both; }
 ZL_KERNEL v16f zl_dot_pair(v16f acc, zl_pairs16 a, zl_pair b) {
   return (v16f)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
 }
@@ -233,9 +233,8 @@ typedef struct zl_pair {
 typedef struct zl_pairs16 {
   v16f even, odd;
 } zl_pairs16;
-ZL_KERNEL zl_pairs16 zl_load_pairs16(const uint8_t *p) {
-  v16u both = (v16u)zl_load_bytes(p);
-  return (zl_pairs16){(v16f)(both << 16), (v16f)(both & 0xffff0000u)};
+ZL_KERNEL zl_pairs16 zl_pairs_of(v64u8 both) {
+  return (zl_pairs16){(v16f)((v16u)both << 16), (v16f)((v16u)both & 0xffff0000u)};
 }
 ZL_KERNEL v16f zl_dot_pair(v16f acc, zl_pairs16 a, zl_pair b) {
   return zl_fma(a.even, zl_set(b.even), zl_fma(a.odd, zl_set(b.odd), acc));
@@ -245,6 +244,7 @@ ZL_KERNEL void zl_store_pairs(zl_pair *to, v16f low, v16f high) {
   zl_store(&to[8].even, zl_round_bf16(high));
 }
 #endif
+ZL_KERNEL zl_pairs16 zl_load_pairs16(const uint8_t *p) { return zl_pairs_of(zl_load_bytes(p)); }
 
 /* 4 signed bytes repeated in every lane */
 ZL_KERNEL v16i zl_repeat4(const int8_t *p) {
@@ -302,6 +302,19 @@ ZL_KERNEL v64u8 zl_table16(v16u8 table, v64u8 index) {
   __m256i t = _mm256_broadcastsi128_si256((__m128i)table);
   v16i i = (v16i)index;
   return (v64u8)ZL_JOIN((v8i)_mm256_shuffle_epi8(t, (__m256i)ZL_LO(i)), (v8i)_mm256_shuffle_epi8(t, (__m256i)ZL_HI(i)));
+#endif
+}
+
+/* Bytes of a and b in turn, within each quarter of a vector: of its first eight -> to[0], of its last eight -> to[1]. */
+ZL_KERNEL void zl_interleave(v64u8 a, v64u8 b, v64u8 to[2]) {
+#if ZL_AVX512
+  to[0] = (v64u8)_mm512_unpacklo_epi8((__m512i)a, (__m512i)b);
+  to[1] = (v64u8)_mm512_unpackhi_epi8((__m512i)a, (__m512i)b);
+#else
+  const __m256i a0 = (__m256i)ZL_LO((v16i)a), a1 = (__m256i)ZL_HI((v16i)a);
+  const __m256i b0 = (__m256i)ZL_LO((v16i)b), b1 = (__m256i)ZL_HI((v16i)b);
+  to[0] = (v64u8)ZL_JOIN((v8i)_mm256_unpacklo_epi8(a0, b0), (v8i)_mm256_unpacklo_epi8(a1, b1));
+  to[1] = (v64u8)ZL_JOIN((v8i)_mm256_unpackhi_epi8(a0, b0), (v8i)_mm256_unpackhi_epi8(a1, b1));
 #endif
 }
 

@@ -50,7 +50,8 @@
 enum zl_format {
   ZL_FMT_F32, ZL_FMT_F16, ZL_FMT_BF16, ZL_FMT_Q4_0, ZL_FMT_Q4_1, ZL_FMT_Q5_0, ZL_FMT_Q5_1, ZL_FMT_Q8_0,
   ZL_FMT_Q2_K, ZL_FMT_Q3_K, ZL_FMT_Q4_K, ZL_FMT_Q5_K, ZL_FMT_Q6_K, ZL_FMT_IQ4_NL,
-  ZL_FMT_Q8_HIGH, ZL_FMT_Q8_LOW /* the upper six and the lower two bits of Q8_0: zl_screen.h */
+  ZL_FMT_Q8_HIGH, ZL_FMT_Q8_LOW, /* the upper six and the lower two bits of Q8_0: zl_screen_split.h */
+  ZL_FMT_BF16_12 /* bf16 in 12 bits: zl_bf16_12.h */
 };
 enum zl_activation_kind { ZL_A_F32, ZL_A_BF16, ZL_A_INT8 };
 enum zl_activation {

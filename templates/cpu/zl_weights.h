@@ -61,8 +61,12 @@ ZL_KERNEL int64_t zl_block_bytes(int format) {
   }
 }
 
+/* bytes of what a group of BF16_12 begins with */
+ZL_KERNEL int64_t zl_12_header(int64_t K) { return 64 * (1 + (K + 1023) / 1024); }
+
 /* bytes of a group of 16 rows of K columns */
 ZL_KERNEL int64_t zl_group_bytes(int format, int64_t K) {
+  if (format == ZL_FMT_BF16_12) return zl_12_header(K) + K * 24;
   if (format == ZL_FMT_BF16) return (K + 1) / 2 * 64;
   if (zl_is_plain(format)) return K * zl_block_bytes(format) / 2;
   return K / zl_block_cols(format) * zl_block_bytes(format);
