@@ -264,6 +264,8 @@ def has(level: str, name: str) -> bool:
     if name.startswith(FUSED_FORMS) and level != "zen4":
         return False
     if level == "ubsan":
+        if name.endswith("bf16_12"):
+            return name == "linear_bf16_12"
         if name.startswith(("linear_int8", "linear_float", "screened_float", "embed")):
             return name.endswith(("Q4_1", "Q6_K", "BF16"))
         return name not in {"qkv_int8_mixed", "qkv_float"}

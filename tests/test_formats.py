@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from zerolayer.runtime_stub.errors import InputFileError, UnsupportedError
 from zerolayer.targets import formats
-from zerolayer.targets.formats import FILE_FORMATS, FORMATS, PLAIN, QUANTIZE_SCHEMES
+from zerolayer.targets.formats import (
+    FILE_FORMATS,
+    FORMATS,
+    PLAIN,
+    PLAIN_FILE_FORMATS,
+    QUANTIZE_SCHEMES,
+)
 
 BLOCKS = sorted(FILE_FORMATS)
 QUANTIZERS = ("Q4_0", "Q4_1", "Q8_0")
@@ -57,7 +63,7 @@ def test_dequantize_is_bit_exact(name: str) -> None:
     assert same_bits(formats.dequantize(name, raw), reference(name, raw))
 
 
-@pytest.mark.parametrize("name", sorted(PLAIN))
+@pytest.mark.parametrize("name", sorted(PLAIN_FILE_FORMATS))
 def test_plain_formats_widen(name: str) -> None:
     raw = np.random.default_rng(1).integers(0, 256, (5, 64 * PLAIN[name]), dtype=np.uint8)
     want = reference(name, raw)

@@ -105,7 +105,7 @@ def test_everything_agrees_with_the_gguf_package(tmp_path: Path) -> None:
     writer.add_array("a.floats", [1.5, -2.5])
     writer.add_array("a.bools", [True, False])
     rng = np.random.default_rng(0)
-    for name in (*formats.FILE_FORMATS, *formats.PLAIN):
+    for name in (*formats.FILE_FORMATS, *formats.PLAIN_FILE_FORMATS):
         kind = gguf.GGMLQuantizationType[name]
         size = formats.row_bytes(name, 512)
         writer.add_tensor(f"t.{name}", rng.integers(0, 256, (3, size), np.uint8), raw_dtype=kind)
