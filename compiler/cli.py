@@ -31,7 +31,7 @@ from zerolayer.runtime_stub.errors import (
 )
 from zerolayer.runtime_stub.layout import ARTIFACT_LINE, SHEBANG
 
-from . import cli_show
+from . import cli_show, source_hash
 from .progress import PlainProgress, Progress, RichProgress
 from .system_config import (
     COMMAND_LINE,
@@ -388,6 +388,7 @@ def compile_command(
     for name, value in asked:
         if value is not None:
             decisions.append(Decision(name, str(value), COMMAND_LINE))
+    source_hash.begin(chosen.model)
     from .driver import CompileRequest, compile_model
 
     request = CompileRequest(

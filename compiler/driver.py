@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -130,11 +131,15 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
     if choices.screen_head == "on" and not _is_screened(program):
         why = why_not(graph) or "the target has no kernel for it"
         warnings.add(f"screen-head on changes nothing: {why}")
-    with progress.stage("kernels") as stage:
-        binaries = family.build(
-            program, request.target, cache=_noted(cache, stage), work_dir=cache.directory
-        )
-    text = _text_parts(model, request.target, cache)
+    # the C compiler is another process: what needs no kernel is made beside it
+    with ThreadPoolExecutor(1, thread_name_prefix="text") as beside:
+        making = beside.submit(_text_parts, model, request.target, cache)
+        loading = beside.submit(_loader, cache)
+        with progress.stage("kernels") as stage:
+            binaries = family.build(
+                program, request.target, cache=_noted(cache, stage), work_dir=cache.directory
+            )
+        text, loader = making.result(), loading.result()
     manifest_inputs = ManifestInputs(
         name=model.name,
         program=program,
@@ -157,7 +162,7 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         code_extra=binaries.extra,
     )
     members: dict[str, bytes] = {
-        **_loader(cache),
+        **loader,
         **binaries.files,
         **dict(text.vendor.members),
         **tokenizer_members(model.tokenizer, text.table),
@@ -355,7 +360,7 @@ def _passes(
         kv_dtype=choices.kv_dtype,
         supports=supports,
         screen=screen,
-        # a graph that is not decoded multiplies many rows by each weight: its time is not the reading
+        # a graph that is not decoded multiplies many rows by each weight: reading is not its time
         shorten=lambda n: model.config is not None and roofline.reads_memory(target, n),
         holds=families.family(target.family).holds,
     )

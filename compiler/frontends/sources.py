@@ -6,34 +6,29 @@ In: paths.  Out: :class:`SourceFile` records and license texts for the manifest.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 
+from zerolayer.compiler.source_hash import file_hash
 from zerolayer.runtime_stub.errors import InputFileError
 
 from .config import SourceFile
 
-_CHUNK = 1 << 20
 _MAX_LICENSE_BYTES = 1 << 20
 _LICENSE_STEMS = ("license", "licence", "notice", "copying", "use_policy")
 
 
 def source_file(path: Path) -> SourceFile:
     """Name, SHA-256 and size of ``path``, read in small pieces.  Raises InputFileError."""
-    digest, size = hashlib.sha256(), 0
     try:
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-                size += len(chunk)
+        digest, size = file_hash(path)
     except OSError as error:
         raise InputFileError(
             f"cannot be read: {error}",
             where=str(path),
             next_step="check the file and its permissions",
         ) from error
-    return SourceFile(path.name, digest.hexdigest(), size)
+    return SourceFile(path.name, digest, size)
 
 
 def find_licenses(directory: Path) -> tuple[tuple[str, bytes], ...]:
