@@ -285,6 +285,18 @@ def test_one_of_three_that_does_not_fit_keeps_all_three() -> None:
     assert not mixed and any("BF16_12" not in o and "Embed" not in o for o in ops)
 
 
+def test_a_checked_pass_keeps_the_values_of_weights_encoded_before() -> None:
+    """Shortening what was F32 or F16 in the file is held to the tolerance of a rearrangement."""
+    options = PassOptions(
+        quantize="bf16", activations="bf16", holds=cpu_layouts.holds, shorten=lambda _n: True
+    )
+    found = run_passes(tiny_decoder(TINY, "F32"), options, check=True)
+    notes = [v.metadata_props for v in found.graph.initializers.values()]
+    short = [n for n in notes if n.get("format") == "BF16_12"]
+    assert short and {n["source_format"] for n in short} == {"F32"}
+    assert all(n["transform"].startswith("quantized to BF16;") for n in short)
+
+
 @pytest.mark.parametrize("fusion", ["conservative", "aggressive"])
 def test_a_model_has_the_same_logits(fusion: str) -> None:
     """One token and many, on two threads; the file is smaller."""

@@ -30,9 +30,13 @@ from zerolayer.runtime_stub.errors import NumericsError, UnsupportedError
 
 from .edit import dims
 from .paging import is_decoder
+from .shorten import LONG, SHORT
 
 TOKENS = 21
 DIM = 3  # size of every symbolic dimension of other graphs
+
+#: a format that only a packer writes otherwise -> the one whose values it has
+SAME_VALUES = {SHORT: LONG}
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ def _text(graph: ir.Model) -> bytes:
 def _precision(model: ir.Model) -> tuple[set[str], set[str]]:
     """Weight formats that a pass has encoded to, and activation kinds in use."""
     formats = {
-        str(v.metadata_props["format"])
+        SAME_VALUES.get(v.metadata_props["format"], v.metadata_props["format"])
         for v in model.graph.initializers.values()
         if str(v.metadata_props.get("transform", "")).startswith("quantized")
     }
