@@ -50,7 +50,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
 }
 _BUILDS = tempfile.TemporaryDirectory(prefix="zl-kernels-")  # removed when the process ends
 KV_BLOCK_BYTES = 1 << 16
-SCRATCH_BYTES = 1 << 20
+SCRATCH_BYTES = 1 << 21
 SLOTS_BYTES = 1 << 16
 
 BLOCK = (

@@ -160,7 +160,7 @@ def qkv_kernels(request: pytest.FixtureRequest) -> Kernels:
     [
         (level, name)
         for level in ("zen4", "amx", "v4", "v3")
-        for name in ("qkv_int8", "qkv_int8_mixed", "qkv_float", "qkv_bf16")
+        for name in ("qkv_int8", "qkv_int8_mixed", "qkv_float", "qkv_bf16", "qkv_bf16_12")
         if has(level, name)
     ],
     indirect=["qkv_kernels"],
@@ -183,7 +183,7 @@ def test_qkv_rope_cache(
         if "mixed" in name
         else ("Q4_1",) * 3
         if "int8" in name
-        else ("BF16" if name == "qkv_bf16" else "F16",) * 3
+        else ("BF16" if name.startswith("qkv_bf16") else "F16",) * 3
     )
     sizes = (heads * hd, kvh * hd, kvh * hd)
     ws = [weights(rng, f, n, k) for f, n in zip(fmts, sizes, strict=True)]
@@ -202,7 +202,10 @@ def test_qkv_rope_cache(
         t,
         [
             *a,
-            *(packed(f, w[0]) for f, w in zip(fmts, ws, strict=True)),
+            *(
+                packed("BF16_12" if name.endswith("12") else f, w[0])
+                for f, w in zip(fmts, ws, strict=True)
+            ),
             *biases,
             *norms,
             cos,

@@ -96,13 +96,16 @@ def _nbytes(weight: ir.Value) -> int:
 
 
 def _held(weights: Sequence[ir.Value], options: PassOptions) -> set[ir.Value]:
-    """Those that can be written so; a few are looked at together, each of them once."""
+    """Those that can be written so.  A few that lie in the file are looked at together; one that is
+    made when it is loaded takes the memory of both forms, so it is alone."""
 
     def holds(weight: ir.Value) -> bool:
         assert weight.const_value is not None
         stored = np.ascontiguousarray(weight.const_value.numpy())
         return options.holds(SHORT, stored.reshape(len(stored), -1).view(np.uint8))
 
+    made = [w for w in weights if "transform" in w.metadata_props]
+    stored = [w for w in weights if "transform" not in w.metadata_props]
     with ThreadPoolExecutor(4, thread_name_prefix="shorten") as threads:
-        found = list(threads.map(holds, weights))
-    return {w for w, yes in zip(weights, found, strict=True) if yes}
+        found = {w for w, yes in zip(stored, threads.map(holds, stored), strict=True) if yes}
+    return found | {w for w in made if holds(w)}

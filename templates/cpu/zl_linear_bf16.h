@@ -56,9 +56,9 @@ ZL_KERNEL const zl_pair *zl_prepare_bf16(const zl_task *t, const float *x, int64
   return to;
 }
 
-/* Which of its token tile's register tiles one is.  One of many asks for its share of the groups that come next, so that
- * the first of them does not wait for memory while the others find the weights in L2.  The only one leaves its stream to
- * the machine.  With `room` the first one puts its groups there in 16 bits, where their form is shorter, for all. */
+/* Which of its token tile's register tiles one is.  One of many asks for its share of the groups that come next, so
+ * that the first of them does not wait for memory while the others find the weights in L2.  The only one leaves its
+ * stream to the machine.  With `room` the first one puts its groups there in 16 bits, where their form is shorter, for all. */
 typedef struct zl_turn {
   int64_t number, of;
   char *room;
@@ -79,8 +79,8 @@ ZL_KERNEL void zl_no_sums(int NG, int MT, v16f acc[][8]) {
 }
 
 /* One group of K columns in 16 bits at w[s], while `bytes` of what follows are asked for from ask[s] on. */
-ZL_KERNEL void zl_dot_16(int NG, int MT, const zl_pair *x, int64_t K, const uint8_t *const *w, const uint8_t *const *ask,
-                         int64_t bytes, zl_turn turn, v16f acc[][8]) {
+ZL_KERNEL void zl_dot_16(int NG, int MT, const zl_pair *x, int64_t K, const uint8_t *const *w,
+                         const uint8_t *const *ask, int64_t bytes, zl_turn turn, v16f acc[][8]) {
   const int64_t stride = zl_pair_stride(K), pairs = (K + 1) / 2;
   const int64_t step = bytes * 256 / (pairs * turn.of); /* 256ths of a byte, of a line at most */
   int64_t asked = turn.number * pairs * step;
@@ -102,8 +102,8 @@ ZL_KERNEL void zl_dot_16(int NG, int MT, const zl_pair *x, int64_t K, const uint
 }
 
 /* The same of a group in 12 bits: four pairs of columns at a time, in the same order. */
-ZL_KERNEL void zl_dot_12(int NG, int MT, const zl_pair *x, int64_t K, const uint8_t *const *w, const uint8_t *const *ask,
-                         int64_t bytes, zl_turn turn, v16f acc[][8]) {
+ZL_KERNEL void zl_dot_12(int NG, int MT, const zl_pair *x, int64_t K, const uint8_t *const *w,
+                         const uint8_t *const *ask, int64_t bytes, zl_turn turn, v16f acc[][8]) {
   const int64_t stride = zl_pair_stride(K), blocks = K / ZL_12_COLUMNS;
   const int64_t step = bytes * 256 / (blocks * turn.of); /* 256ths of a byte */
   int64_t asked = turn.number * blocks * step;
@@ -127,7 +127,8 @@ ZL_KERNEL void zl_dot_12(int NG, int MT, const zl_pair *x, int64_t K, const uint
       ZL_UNROLL
       for (int m = 0; m < MT; m++) {
         ZL_UNROLL
-        for (int s = 0; s < NG; s++) acc[s][m] = zl_dot_pair(acc[s][m], zl_pairs_of(p[s][j]), x[m * stride + 4 * i + j]);
+        for (int s = 0; s < NG; s++)
+          acc[s][m] = zl_dot_pair(acc[s][m], zl_pairs_of(p[s][j]), x[m * stride + 4 * i + j]);
       }
     }
   }
@@ -251,7 +252,8 @@ ZL_KERNEL void zl_linear_bf16(const zl_task *t, int64_t rows, const float *x, co
 
 /* x, W, residual f32[T,N], bias? -> out f32[T,N] = residual + linear; out may be residual */
 ZL_KERNEL void zl_linear_add_bf16(const zl_task *t, int64_t rows, const float *x, const uint8_t *w,
-                                  const float *residual, const float *bias, float *out, int64_t N, int64_t K, int format) {
+                                  const float *residual, const float *bias, float *out, int64_t N, int64_t K,
+                                  int format) {
   zl_linear_bf16_all(t, rows, x, w, bias, residual, out, N, K, ZL_ACT_NONE, format);
 }
 

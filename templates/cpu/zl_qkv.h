@@ -155,8 +155,8 @@ ZL_KERNEL void zl_qkv_float_all(const zl_task *t, int64_t rows, const zl_qkv *p,
 }
 
 /* The same for weights of bf16 and pairs x. */
-ZL_KERNEL void zl_qkv_bf16_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int format, int MT, const zl_pair *in,
-                                zl_turn turn, int64_t first, int64_t item) {
+ZL_KERNEL void zl_qkv_bf16_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int format, int MT,
+                                const zl_pair *in, zl_turn turn, int64_t first, int64_t item) {
   _Alignas(64) float x[8][ZL_MAX_HEAD_DIM];
   int64_t head;
   const int role = zl_qkv_role(s, item, &head);
