@@ -297,7 +297,10 @@ def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Co
         tile_bytes = _tile_bytes(injector)
         injector.constant("pair_bytes", pair_bytes(row), "requires.features")
         injector.derive("token_bytes", "(K + 1) // 2 * pair_bytes")
-        share = "tile_bytes" if is_short(constants) else "tile_bytes // 2"
+        short = is_short(constants)
+        if short:
+            injector.derive("prefetch_bytes", _PREFETCH_BYTES)
+        share = "tile_bytes" if short else "tile_bytes // 2"
         injector.derive("tile_tokens", f"max(32, min(256, {share} // token_bytes // 8 * 8))")
         return tile_bytes
     return 0

@@ -100,7 +100,10 @@ FILE_FORMATS = tuple(name for name, f in FORMATS.items() if not f.part_of)
 PLAIN: Mapping[str, int] = MappingProxyType({"F32": 4, "F16": 2, "BF16": 2, "BF16_12": 2})
 """Unquantized formats and the bytes of one element before a packer has it."""
 
-PLAIN_FILE_FORMATS = ("F32", "F16", "BF16")
+SAME_VALUES: Mapping[str, str] = MappingProxyType({"BF16_12": "BF16"})
+"""A format that only a packer writes otherwise -> the one whose elements it has."""
+
+PLAIN_FILE_FORMATS = tuple(name for name in PLAIN if name not in SAME_VALUES)
 """Unquantized formats that a model file can have."""
 
 IQ4_NL_VALUES = np.array(

@@ -59,8 +59,9 @@ VARIANTS = ("qknorm_norope", "qknorm", "norope")
 
 FORMAT_DTYPES: Mapping[str, ir.DataType] = MappingProxyType(
     dict.fromkeys(FORMATS, UINT8)
-    | {"F32": FLOAT, "F16": ir.DataType.FLOAT16, "BF16": BFLOAT16, "BF16_12": BFLOAT16}
-)  # fmt: skip
+    | {"F32": FLOAT, "F16": ir.DataType.FLOAT16}
+    | dict.fromkeys(("BF16", *weight_formats.SAME_VALUES), BFLOAT16)
+)
 
 Dim = int | str | None
 Shape = tuple[Dim, ...]

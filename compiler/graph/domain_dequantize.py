@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from zerolayer.targets import formats as weight_formats
+
 from .function_body import FLOAT, INT64, UINT8, UINT32, Body, Val
 
 _IQ4_NL = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
@@ -20,7 +22,7 @@ _IQ4_NL = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 
 def dequantize(body: Body, format: str, w: Val) -> Val:
     """Append the float32 view of a weight: raw bytes of a block format, or a plain tensor."""
-    if format in ("F32", "F16", "BF16", "BF16_12"):
+    if format in weight_formats.PLAIN:
         return w if format == "F32" else body.op("Cast", w, to=int(FLOAT))
     block_bytes, decode = BLOCK_FORMATS[format]
     blocks = w.reshape(0, -1, block_bytes)  # [N, K / block, bytes]

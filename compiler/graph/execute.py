@@ -82,7 +82,7 @@ def dequantize_tensor(array: Array, format: str) -> npt.NDArray[np.float32]:
     """A stored weight (raw bytes, or FLOAT / FLOAT16 / BFLOAT16 elements) as float32."""
     if format in weight_formats.FORMATS:
         return weight_formats.dequantize(format, array)
-    if format in ("BF16", "BF16_12"):
+    if weight_formats.SAME_VALUES.get(format, format) == "BF16":
         bits = np.ascontiguousarray(array).view(np.uint16).astype(np.uint32)
         bits <<= 16
         return bits.view(np.float32)

@@ -27,16 +27,13 @@ from zerolayer.compiler.graph.feeds import block_size, frontend_feeds, step_feed
 from zerolayer.compiler.graph.places import residual_taps
 from zerolayer.compiler.graph.tolerances import pass_tolerance
 from zerolayer.runtime_stub.errors import NumericsError, UnsupportedError
+from zerolayer.targets import formats
 
 from .edit import dims
 from .paging import is_decoder
-from .shorten import LONG, SHORT
 
 TOKENS = 21
 DIM = 3  # size of every symbolic dimension of other graphs
-
-#: a format that only a packer writes otherwise -> the one whose values it has
-SAME_VALUES = {SHORT: LONG}
 
 
 @dataclass(frozen=True)
@@ -89,13 +86,13 @@ def _text(graph: ir.Model) -> bytes:
 
 def _precision(model: ir.Model) -> tuple[set[str], set[str]]:
     """Weight formats that a pass has encoded to, and activation kinds in use."""
-    formats = {
-        SAME_VALUES.get(v.metadata_props["format"], v.metadata_props["format"])
+    encoded = {
+        formats.SAME_VALUES.get(v.metadata_props["format"], v.metadata_props["format"])
         for v in model.graph.initializers.values()
         if str(v.metadata_props.get("transform", "")).startswith("quantized")
     }
     signatures = [domain.parse(n.op_type) for n in model.graph if n.domain == domain.DOMAIN]
-    return formats, {s.activations for s in signatures if s.activations}
+    return encoded, {s.activations for s in signatures if s.activations}
 
 
 def _random_inputs(model: ir.Model, rng: np.random.Generator) -> dict[str, Array]:

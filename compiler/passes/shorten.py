@@ -17,11 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import onnx_ir as ir
 from zerolayer.compiler.graph import domain
+from zerolayer.targets import formats
 
 from .edit import dims, discard, domain_node
 from .options import PassOptions, supported
 
-LONG, SHORT = "BF16", "BF16_12"
+SHORT = "BF16_12"
+LONG = formats.SAME_VALUES[SHORT]
 
 
 def shorten(model: ir.Model, options: PassOptions) -> None:
