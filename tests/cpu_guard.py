@@ -41,6 +41,7 @@ def cases(function: Callable[..., Any]) -> list[dict[str, Any]]:
 #: the kernel that a case needs, by its parameters
 WANTED = {
     "test_linear_int8": "linear_int8_{fmt}",
+    "test_sums_of_the_largest_codes_are_exact": "linear_int8_{fmt}",
     "test_linear_float": "linear_float_{fmt}",
     "test_embed": "embed_{fmt}",
     "test_fused_forms": "gated_{form}",
@@ -54,6 +55,7 @@ def main(level: str) -> None:
         linear.test_linear_int8,
         linear.test_linear_float,
         linear.test_integer_dot_products_are_exact,
+        linear.test_sums_of_the_largest_codes_are_exact,
         linear.test_fused_forms,
         bf16.test_linear,
         bf16.test_fused_forms,
@@ -76,6 +78,15 @@ def main(level: str) -> None:
     ]
     if level == "ubsan-amx":
         tests = [linear.test_linear_int8]
+    if level == "ubsan-v3":
+        tests = [
+            linear.test_linear_int8,
+            linear.test_integer_dot_products_are_exact,
+            linear.test_sums_of_the_largest_codes_are_exact,
+            split.test_all_logits,
+            split.test_the_choice_is_that_of_all_logits,
+            attention.test_attention,
+        ]
     if level == "amx":  # what goes through tiles
         tests = [linear.test_linear_int8, linear.test_fused_forms, layers.test_qkv_rope_cache]
         tests.append(split.test_all_logits)

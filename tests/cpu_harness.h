@@ -29,10 +29,10 @@ void silu_times_all(const float *x, const float *u, float *y, int64_t n) { for (
 void exp2_low_all(const float *x, float *y, int64_t n) { for (int64_t i = 0; i < n; i += 16) zl_store_n(y + i, zl_exp2_low(zl_load_n(x + i, n - i)), n - i); }
 #endif
 void sincos_all(const float *x, float *s, float *c, int64_t n) { for (int64_t i = 0; i < n; i++) zl_sincos(x[i], s + i, c + i); }
-void dots(const uint8_t *u, const int8_t *s, int32_t *wide, int32_t *narrow) {
+void dots(const uint8_t *u, const int8_t *s, int32_t *to) {
   v64u8 a = zl_load_bytes(u); v16i b; memcpy(&b, s, 64);
-  v16i w = zl_dot4_u8((v16i){0}, a, b), n = zl_dot4_u7((v16i){0}, a, b);
-  memcpy(wide, &w, 64); memcpy(narrow, &n, 64);
+  v16i w = zl_dot4_u8((v16i){0}, a, b);
+  memcpy(to, &w, 64);
 }
 typedef struct rounds { zl_team *team; int64_t n; int64_t *counts; _Atomic int64_t errors; } rounds;
 static void count_rounds(void *arg, int32_t thread) {

@@ -37,6 +37,10 @@ LEVELS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
         ("-mcpu=znver4", "-O1", "-fsanitize=undefined", "-fsanitize-trap=undefined"),
         frozenset({"avx512_vnni", "avx512bw", "avx512_bf16"}),
     ),
+    "ubsan-v3": (
+        ("-mcpu=x86_64_v3", "-O1", "-fsanitize=undefined", "-fsanitize-trap=undefined"),
+        frozenset({"avx2", "fma", "f16c"}),
+    ),
     "ubsan-amx": (
         (
             "-mcpu=znver4",
@@ -259,9 +263,11 @@ def has(level: str, name: str) -> bool:
     and the sanitizer's build is slow."""
     if level == "amx":
         return "int8" in name or name == "cache_write"
+    if level == "ubsan-v3":  # what has code of its own there
+        return name.startswith(("linear_int8", "attention", "cache_write", "split"))
     if level == "ubsan-amx":
         return name in {"linear_int8_Q4_1", "linear_int8_Q8_0", "linear_int8_Q6_K"}
-    if name.startswith(FUSED_FORMS) and level != "zen4":
+    if name.startswith(FUSED_FORMS) and level not in {"zen4", "v3"}:
         return False
     if level == "ubsan":
         if name.endswith("bf16_12"):

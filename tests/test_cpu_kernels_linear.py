@@ -17,6 +17,11 @@ from zerolayer.targets import cpu_layouts, formats
 
 ACT = {"silu": 1, "gelu_tanh": 2, "gelu_erf": 3, "relu": 4, "tanh": 5, "sigmoid": 6}
 F32, BF16 = 0, 1
+#: where the half-precision scales of a block are
+HALVES = {
+    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "IQ4_NL": [0],
+    "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session", params=["zen4", "amx", "v4", "v3"])
@@ -47,20 +52,7 @@ def weights(rng: np.random.Generator, fmt: str, n: int, k: int) -> tuple[Any, An
         return w.view(np.uint8).reshape(n, -1), w.astype(np.float32)
     f = formats.FORMATS[fmt]
     raw = rng.integers(0, 256, (n, k // f.block_elems, f.block_bytes), dtype=np.uint8)
-    halves = {
-        "Q4_0": [0],
-        "Q4_1": [0, 2],
-        "Q5_0": [0],
-        "Q5_1": [0, 2],
-        "Q8_0": [0],
-        "IQ4_NL": [0],
-        "Q2_K": [80, 82],
-        "Q3_K": [108],
-        "Q4_K": [0, 2],
-        "Q5_K": [0, 2],
-        "Q6_K": [208],
-    }[fmt]
-    for at in halves:
+    for at in HALVES[fmt]:
         d = (rng.standard_normal(raw.shape[:2]) * 0.01).astype(np.float16)
         raw[:, :, at : at + 2] = d[..., None].view(np.uint8)
     raw = raw.reshape(n, -1)
@@ -143,26 +135,41 @@ def test_linear_float(kernels: Kernels, fmt: str, kind: int) -> None:
 def test_integer_dot_products_are_exact(int8_kernels: Kernels) -> None:
     """The extremes saturate a 16-bit multiply-add; the products must not."""
     rng = np.random.default_rng(3)
-    for u_max, s_fill in [
-        (255, 127),
-        (255, -128),
-        (255, None),
-        (128, None),
-        (128, 127),
-        (128, -127),
-    ]:
+    for u_max, s_fill in [(255, 127), (255, -128), (255, None), (128, None), (128, -127)]:
         u = (
             np.full(64, u_max, np.uint8)
             if s_fill
             else rng.integers(0, u_max + 1, 64).astype(np.uint8)
         )
         s = np.full(64, s_fill, np.int8) if s_fill else rng.integers(-127, 128, 64).astype(np.int8)
-        wide, narrow = np.zeros(16, np.int32), np.zeros(16, np.int32)
-        int8_kernels.lib.dots(*[ctypes.c_void_p(a.ctypes.data) for a in (u, s, wide, narrow)])
-        want = (u.astype(np.int32) * s).reshape(16, 4).sum(axis=1)
-        assert (wide == want).all()
-        if u_max <= 128:
-            assert (narrow == want).all()
+        out = np.zeros(16, np.int32)
+        int8_kernels.lib.dots(*[ctypes.c_void_p(a.ctypes.data) for a in (u, s, out)])
+        assert (out == (u.astype(np.int32) * s).reshape(16, 4).sum(axis=1)).all()
+
+
+@pytest.mark.parametrize("fmt", BLOCK)
+def test_sums_of_the_largest_codes_are_exact(int8_kernels: Kernels, fmt: str) -> None:
+    """Without VNNI products are added in 16 bits as far as a format's codes leave room there; the
+    largest and the least codes against activations of one sign are the worst case."""
+    n, k = 16, 256
+    q = np.full((13, k), 127, np.int8)
+    q[1::2] = -127
+    q[2::3, ::2] *= -1
+    q[12] = -128
+    scale = np.ones((13, k // 32), np.float32)
+    sums = q.reshape(13, k // 16, 16).astype(np.float32).sum(axis=2)
+    for fill in (0xFF, 0x00, 0xF0):
+        raw, _ = weights(np.random.default_rng(0), fmt, n, k)
+        blocks = raw.reshape(n, -1, formats.FORMATS[fmt].block_bytes)
+        blocks[:] = fill
+        for at in HALVES[fmt]:
+            blocks[:, :, at : at + 2] = np.array([1.0], np.float16).view(np.uint8)
+        w = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[fmt]).astype(np.float64)
+        out = np.full((13, n), np.nan, np.float32)
+        int8_kernels.call(
+            f"linear_int8_{fmt}", 13, [q, scale, sums, packed(fmt, raw), None, out], [n, k]
+        )
+        assert (np.abs(out - q @ w.T) <= bound(q.astype(np.float64), w)).all(), fill
 
 
 @pytest.mark.parametrize("fmt", ["Q4_1", "Q6_K", "Q8_0"])

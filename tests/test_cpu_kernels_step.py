@@ -407,7 +407,7 @@ def test_scratch_agrees_with_the_kernels(
     assert subprocess.run([str(program)], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("level", ["ubsan", "ubsan-amx", "amx"])
+@pytest.mark.parametrize("level", ["ubsan", "ubsan-v3", "ubsan-amx", "amx"])
 def test_undefined_behaviour_and_bounds(level: str) -> None:
     """The kernel tests again in another process: built with the undefined-behaviour sanitizer (a
     trap ends the process), but for amx, whose build with it is slow,

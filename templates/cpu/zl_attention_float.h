@@ -5,17 +5,21 @@
 #ifndef ZL_ATTENTION_FLOAT_H
 #define ZL_ATTENTION_FLOAT_H
 
+/* Vectors of 16 sums that QB queries keep at a time: four each, or with half the registers of half the length, four in
+ * all.  Eight chains of multiply-adds hide their latency. */
+ZL_KERNEL int zl_sums_at_once(int QB) { return ZL_AVX512 || QB == 1 ? 4 : QB == 2 ? 2 : 1; }
+
 /* s[i][16 v ..] = scores of QB queries for the 16 positions at at->k[v], which points at K[0][offset], rows block_size
- * apart.  Several vectors of positions at a time hide the latency of the multiply-adds. */
-#define ZL_SCORE_VECTORS (ZL_AVX512 ? 4 : 2)
+ * apart. */
 ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const float *const *q,
                          const zl_chunk_at *at, int64_t vectors, float s[][ZL_CHUNK]) {
   const int64_t step = a->block_size * zl_kv_bytes(a->kv_dtype);
-  for (int64_t v = 0; v < vectors; v += ZL_SCORE_VECTORS) {
-    v16f acc[ZL_SCORE_VECTORS][4];
-    const char *p[ZL_SCORE_VECTORS], *next[ZL_SCORE_VECTORS];
+  const int VB = zl_sums_at_once(QB);
+  for (int64_t v = 0; v < vectors; v += VB) {
+    v16f acc[4][4];
+    const char *p[4], *next[4];
     ZL_UNROLL
-    for (int w = 0; w < ZL_SCORE_VECTORS; w++) { /* past the last: read the last again, store nothing */
+    for (int w = 0; w < VB; w++) { /* past the last: read the last again, store nothing */
       p[w] = at->k[v + w < vectors ? v + w : vectors - 1];
       next[w] = at->next_k[v + w < vectors ? v + w : vectors - 1];
       ZL_UNROLL
@@ -23,9 +27,9 @@ ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const f
     }
     ZL_NO_UNROLL
     for (int64_t d = 0; d < a->head_dim; d++) {
-      v16f k[ZL_SCORE_VECTORS];
+      v16f k[4];
       ZL_UNROLL
-      for (int w = 0; w < ZL_SCORE_VECTORS; w++) {
+      for (int w = 0; w < VB; w++) {
         k[w] = zl_kv_load(p[w] + d * step, a->kv_dtype);
         zl_fetch(next[w] + d * step, fetch);
       }
@@ -33,11 +37,11 @@ ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const f
       for (int i = 0; i < QB; i++) {
         v16f x = zl_set(q[i][d]);
         ZL_UNROLL
-        for (int w = 0; w < ZL_SCORE_VECTORS; w++) acc[w][i] = zl_fma(x, k[w], acc[w][i]);
+        for (int w = 0; w < VB; w++) acc[w][i] = zl_fma(x, k[w], acc[w][i]);
       }
     }
     ZL_UNROLL
-    for (int w = 0; w < ZL_SCORE_VECTORS; w++) {
+    for (int w = 0; w < VB; w++) {
       if (v + w >= vectors) break;
       ZL_UNROLL
       for (int i = 0; i < QB; i++) zl_store(s[i] + 16 * (v + w), acc[w][i]);
@@ -79,13 +83,14 @@ ZL_KERNEL float zl_softmax_chunk(const zl_attention_shape *a, float *s, int64_t 
 ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[][ZL_CHUNK], const float *factor,
                         const zl_chunk_at *at, int64_t positions, float *const *out) {
   const int64_t bytes = zl_kv_bytes(a->kv_dtype), hd = a->head_dim;
-  for (int64_t d = 0; d < hd; d += 64) {
-    const int64_t left = (hd - d + 15) / 16, width = left < 4 ? left : 4;
+  const int WB = zl_sums_at_once(QB);
+  for (int64_t d = 0; d < hd; d += 16 * WB) {
+    const int64_t left = (hd - d + 15) / 16, width = left < WB ? left : WB;
     v16f acc[4][4];
     ZL_UNROLL
     for (int i = 0; i < QB; i++) {
       ZL_UNROLL
-      for (int w = 0; w < 4; w++)
+      for (int w = 0; w < WB; w++)
         acc[i][w] = w < width ? zl_load(out[i] + d + 16 * w) * factor[i] : zl_set(0.0f);
     }
     ZL_NO_UNROLL
@@ -94,22 +99,22 @@ ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[
       const char *row = at->v[p / 16] + offset;
       v16f x[4];
       ZL_UNROLL
-      for (int w = 0; w < 4; w++)
+      for (int w = 0; w < WB; w++)
         x[w] = w < width ? zl_kv_load_n(row + 16 * w * bytes, a->kv_dtype, hd - d - 16 * w) : zl_set(0.0f);
       ZL_UNROLL
-      for (int w = 0; w < 4; w++) /* two of 16 halves are a line */
+      for (int w = 0; w < WB; w++) /* two of 16 halves are a line */
         if (w < width && (bytes == 4 || w % 2 == 0)) zl_fetch(at->next_v[p / 16] + offset + 16 * w * bytes, fetch);
       ZL_UNROLL
       for (int i = 0; i < QB; i++) {
         v16f e = zl_set(s[i][p]);
         ZL_UNROLL
-        for (int w = 0; w < 4; w++) acc[i][w] = zl_fma(e, x[w], acc[i][w]);
+        for (int w = 0; w < WB; w++) acc[i][w] = zl_fma(e, x[w], acc[i][w]);
       }
     }
     ZL_UNROLL
     for (int i = 0; i < QB; i++) {
       ZL_UNROLL
-      for (int w = 0; w < 4; w++)
+      for (int w = 0; w < WB; w++)
         if (w < width) zl_store(out[i] + d + 16 * w, acc[i][w]);
     }
   }

@@ -133,49 +133,52 @@ ZL_KERNEL void zl_ask_ahead(int format, const uint8_t *w, int64_t kb) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(w + kb * bytes + ZL_PREFETCH_BYTES + i, 0, 3);
 }
 
-/* acc[m] = 16 outputs of the group at w (rows16) for token first + m, m < MT */
-ZL_KERNEL void zl_dot_int8(int format, int MT, zl_bundle a, int64_t first, int64_t K, const uint8_t *w, v16f *acc) {
+/* acc[m] += block kb of a group for MT tokens from `first` on, at most ZL_DOT_TOKENS */
+ZL_KERNEL void zl_dot_block(int format, int MT, const zl_block *b, zl_bundle a, int64_t first, int64_t K, int64_t kb,
+                            v16f *acc) {
   const int64_t KB = K / 32;
-  const int8_t *q = a.q + first * K;
   const float *scale = a.scale + first * KB, *sums = a.sums + first * KB * 2;
   const int has_zero = zl_zero_point(format) != 0;
   const zl_tile_word *zeros = has_zero ? a.words + (first - a.words_from) * KB : NULL;
+  v16i p[ZL_DOT_TOKENS][2];
+  ZL_UNROLL
+  for (int m = 0; m < MT; m++) {
+    p[m][0] = p[m][1] = (v16i){0};
+    if (has_zero) p[m][0] = p[m][0] + zeros[m * KB + kb].zero;
+  }
+  zl_block_dots(format, MT, b, a.q + first * K + kb * 32, K, p);
+  ZL_UNROLL
+  for (int m = 0; m < MT; m++) {
+    const float s = scale[m * KB + kb], *sum = sums + (m * KB + kb) * 2;
+    v16f f = zl_to_float(p[m][0]) * b->scale[0];
+    if (zl_scale_cols(format) == 32) {
+      acc[m] = zl_fma(f, zl_set(s), acc[m]);
+      if (!has_zero) acc[m] = zl_fma(b->min[0], zl_set(sum[0] + sum[1]), acc[m]);
+    } else {
+      f = zl_fma(zl_to_float(p[m][1]), b->scale[1], f);
+      acc[m] = zl_fma(f, zl_set(s), acc[m]);
+      acc[m] = zl_fma(b->min[0], zl_set(sum[0]), acc[m]);
+      acc[m] = zl_fma(b->min[1], zl_set(sum[1]), acc[m]);
+    }
+  }
+}
+
+/* acc[m] = 16 outputs of the group at w (rows16) for token first + m, m < MT.  Columns outside, tokens inside: MT
+ * independent chains hide the latency of the products. */
+ZL_KERNEL void zl_dot_int8(int format, int MT, zl_bundle a, int64_t first, int64_t K, const uint8_t *w, v16f *acc) {
   ZL_UNROLL
   for (int m = 0; m < MT; m++) acc[m] = zl_set(0.0f);
   ZL_NO_UNROLL
-  for (int64_t kb = 0; kb < KB; kb++) {
+  for (int64_t kb = 0; kb < K / 32; kb++) {
     zl_block b;
     zl_block_load(format, w, kb, &b);
     if (MT > 2) zl_ask_ahead(format, w, kb);
-    /* columns outside, tokens inside: MT independent chains hide the latency of the products */
-    v16i p[8][2];
-    ZL_UNROLL
-    for (int m = 0; m < MT; m++) {
-      p[m][0] = p[m][1] = (v16i){0};
-      if (has_zero) p[m][0] = p[m][0] + zeros[m * KB + kb].zero;
+    if (MT <= ZL_DOT_TOKENS) {
+      zl_dot_block(format, MT, &b, a, first, K, kb, acc);
+      continue;
     }
-    ZL_UNROLL
-    for (int j = 0; j < 8; j++) {
-      const int half = zl_scale_cols(format) == 32 ? 0 : j / 4;
-      ZL_UNROLL
-      for (int m = 0; m < MT; m++)
-        p[m][half] = zl_dot4(format, p[m][half], b.code[j], zl_repeat4(q + m * K + kb * 32 + 4 * j));
-      if (MT == 8 && zl_scale_cols(format) == 32) ZL_IN_TURN(p[0][0], p[7][0]);
-    }
-    ZL_UNROLL
-    for (int m = 0; m < MT; m++) {
-      const float s = scale[m * KB + kb], *sum = sums + (m * KB + kb) * 2;
-      v16f f = zl_to_float(p[m][0]) * b.scale[0];
-      if (zl_scale_cols(format) == 32) {
-        acc[m] = zl_fma(f, zl_set(s), acc[m]);
-        if (!has_zero) acc[m] = zl_fma(b.min[0], zl_set(sum[0] + sum[1]), acc[m]);
-      } else {
-        f = zl_fma(zl_to_float(p[m][1]), b.scale[1], f);
-        acc[m] = zl_fma(f, zl_set(s), acc[m]);
-        acc[m] = zl_fma(b.min[0], zl_set(sum[0]), acc[m]);
-        acc[m] = zl_fma(b.min[1], zl_set(sum[1]), acc[m]);
-      }
-    }
+    ZL_NO_UNROLL /* codes and sums in memory, and the registers to a part of the tokens at a time */
+    for (int m = 0; m < MT; m += ZL_DOT_TOKENS) zl_dot_block(format, ZL_DOT_TOKENS, &b, a, first + m, K, kb, acc + m);
   }
 }
 

@@ -35,6 +35,7 @@ typedef double v8d __attribute__((vector_size(64)));
 typedef int32_t v16i __attribute__((vector_size(64)));
 typedef uint32_t v16u __attribute__((vector_size(64)));
 typedef uint16_t v32u16 __attribute__((vector_size(64)));
+typedef int16_t v32s16 __attribute__((vector_size(64)));
 typedef uint16_t v16u16 __attribute__((vector_size(32)));
 typedef uint8_t v64u8 __attribute__((vector_size(64)));
 typedef uint8_t v16u8 __attribute__((vector_size(16)));
@@ -50,6 +51,19 @@ typedef int8_t v16s8 __attribute__((vector_size(16)));
 #define ZL_IN_TURN(a, b) __asm__ volatile("" : "+v"(a), "+v"(b))
 #else
 #define ZL_IN_TURN(a, b) ((void)0)
+#endif
+#if !defined(__AVX512VNNI__)
+/* The same for one of several chains: written after each of its links, it keeps all of them in step and in registers. */
+ZL_KERNEL v32s16 zl_in_step(v32s16 a) {
+#if ZL_AVX512
+  __asm__ volatile("" : "+v"(a));
+  return a;
+#else
+  v8i low = ZL_LO((v16i)a), high = ZL_HI((v16i)a);
+  __asm__ volatile("" : "+x"(low), "+x"(high));
+  return (v32s16)ZL_JOIN(low, high);
+#endif
+}
 #endif
 
 /* loads and stores, any alignment */
@@ -253,44 +267,37 @@ ZL_KERNEL v16i zl_repeat4(const int8_t *p) {
   return (v16i){0} + x;
 }
 
-/* acc + sum of 4 products u8 x s8 per lane, exact for every input.  zl_dot4_u7 promises u <= 128. */
-ZL_KERNEL v16i zl_dot4_u8(v16i acc, v64u8 u, v16i s) {
-#if defined(__AVX512VNNI__)
-  return (v16i)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s);
-#elif ZL_AVX512
-  /* vpmaddubsw saturates at 2 x 255 x 127: widen the even and the odd bytes instead */
-  __m512i mask = _mm512_set1_epi16(0xff);
-  __m512i even = _mm512_madd_epi16(_mm512_and_si512((__m512i)u, mask),
-                                   _mm512_srai_epi16(_mm512_slli_epi16((__m512i)s, 8), 8));
-  __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16((__m512i)u, 8), _mm512_srai_epi16((__m512i)s, 8));
-  return acc + (v16i)_mm512_add_epi32(even, odd);
+#if !defined(__AVX512VNNI__)
+/* 32 sums of 2 products u8 x s8; exact where none leaves int16, which two of up to 128 x 127 do not */
+ZL_KERNEL v32s16 zl_dot2(v64u8 u, v16i s) {
+#if ZL_AVX512
+  return (v32s16)_mm512_maddubs_epi16((__m512i)u, (__m512i)s);
 #else
-  v16i uu = (v16i)u;
-  v8i r[2];
-  for (int h = 0; h < 2; h++) {
-    __m256i a = h ? (__m256i)ZL_HI(uu) : (__m256i)ZL_LO(uu), b = h ? (__m256i)ZL_HI(s) : (__m256i)ZL_LO(s);
-    __m256i mask = _mm256_set1_epi16(0xff);
-    __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, mask), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
-    __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
-    r[h] = (v8i)_mm256_add_epi32(even, odd);
-  }
-  return acc + ZL_JOIN(r[0], r[1]);
+  const v16i x = (v16i)u;
+  return (v32s16)ZL_JOIN((v8i)_mm256_maddubs_epi16((__m256i)ZL_LO(x), (__m256i)ZL_LO(s)),
+                         (v8i)_mm256_maddubs_epi16((__m256i)ZL_HI(x), (__m256i)ZL_HI(s)));
 #endif
 }
 
-ZL_KERNEL v16i zl_dot4_u7(v16i acc, v64u8 u, v16i s) {
-#if defined(__AVX512VNNI__)
-  return zl_dot4_u8(acc, u, s);
-#elif ZL_AVX512
-  /* a pair is at most 2 x 128 x 127 = 32512: no saturation */
-  __m512i pairs = _mm512_maddubs_epi16((__m512i)u, (__m512i)s);
-  return acc + (v16i)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+/* two neighbours times k, added, in each of 16 lanes */
+ZL_KERNEL v16i zl_widen2(v32s16 a, int16_t k) {
+#if ZL_AVX512
+  return (v16i)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi16(k));
 #else
-  v16i uu = (v16i)u;
-  __m256i one = _mm256_set1_epi16(1);
-  __m256i lo = _mm256_maddubs_epi16((__m256i)ZL_LO(uu), (__m256i)ZL_LO(s));
-  __m256i hi = _mm256_maddubs_epi16((__m256i)ZL_HI(uu), (__m256i)ZL_HI(s));
-  return acc + ZL_JOIN((v8i)_mm256_madd_epi16(lo, one), (v8i)_mm256_madd_epi16(hi, one));
+  const v16i x = (v16i)a;
+  const __m256i times = _mm256_set1_epi16(k);
+  return ZL_JOIN((v8i)_mm256_madd_epi16((__m256i)ZL_LO(x), times), (v8i)_mm256_madd_epi16((__m256i)ZL_HI(x), times));
+#endif
+}
+#endif
+
+/* acc + sum of 4 products u8 x s8 per lane, exact for every input */
+ZL_KERNEL v16i zl_dot4_u8(v16i acc, v64u8 u, v16i s) {
+#if defined(__AVX512VNNI__)
+  return (v16i)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s);
+#else
+  const v64u8 low = u & 15, high = (v64u8)((v32u16)u >> 4) & 15; /* two products of bytes could leave int16 */
+  return acc + zl_widen2(zl_dot2(low, s), 1) + zl_widen2(zl_dot2(high, s), 16);
 #endif
 }
 

@@ -1,7 +1,7 @@
 /* Weights in the rows16 layout: one block of 16 rows x 32 columns at a time, as codes, scales and mins.
  *
  * In: zl_simd.h; the layout is described in targets/cpu_layouts.py.  Out: zl_block_load and the geometry of each
- * format; w = scale * code + min, with zero points folded into min.  Next file: zl_linear_int8.h.
+ * format; w = scale * code + min, with zero points folded into min.  Next file: zl_block_dots.h.
  *
  * `format` is always a constant, so every `if` below disappears.
  */
@@ -22,8 +22,23 @@ ZL_KERNEL int64_t zl_block_cols(int format) { return zl_is_super(format) ? 256 :
 ZL_KERNEL int64_t zl_scale_cols(int format) {
   return format == ZL_FMT_Q2_K || format == ZL_FMT_Q3_K || format == ZL_FMT_Q6_K ? 16 : 32;
 }
-/* codes above 128 need the widening dot product where there is no VNNI */
-ZL_KERNEL int zl_wide_codes(int format) { return format == ZL_FMT_Q8_0 || format == ZL_FMT_IQ4_NL; }
+/* the largest code; beyond 128 two products of vpmaddubsw could leave int16 */
+ZL_KERNEL int zl_most_code(int format) {
+  switch (format) {
+    case ZL_FMT_Q2_K:
+    case ZL_FMT_Q8_LOW: return 3;
+    case ZL_FMT_Q3_K: return 7;
+    case ZL_FMT_Q5_0:
+    case ZL_FMT_Q5_1:
+    case ZL_FMT_Q5_K: return 31;
+    case ZL_FMT_Q6_K:
+    case ZL_FMT_Q8_HIGH: return 63;
+    case ZL_FMT_Q8_0:
+    case ZL_FMT_IQ4_NL: return 255;
+    default: return 15;
+  }
+}
+ZL_KERNEL int zl_wide_codes(int format) { return zl_most_code(format) > 128; }
 
 /* The zero point of formats that have nothing else in their minimum, 0 for the others. */
 ZL_KERNEL int32_t zl_zero_point(int format) {
@@ -204,10 +219,6 @@ ZL_KERNEL void zl_block_load(int format, const uint8_t *w, int64_t kb, zl_block 
     zl_super_load(format, w + (kb >> 3) * zl_block_bytes(format), (int)(kb & 7), b);
   else
     zl_small_load(format, w + kb * zl_block_bytes(format), b);
-}
-
-ZL_KERNEL v16i zl_dot4(int format, v16i acc, v64u8 code, v16i s) {
-  return zl_wide_codes(format) ? zl_dot4_u8(acc, code, s) : zl_dot4_u7(acc, code, s);
 }
 
 #endif
