@@ -51,6 +51,7 @@ _X86_BITS = (
     (7, 0, 2, 1, "avx512vbmi", "avx512"),
     (7, 0, 2, 6, "avx512vbmi2", "avx512"),
     (7, 0, 2, 8, "gfni", ""),
+    (7, 0, 2, 9, "vaes", "avx"),
     (7, 0, 2, 11, "avx512vnni", "avx512"),
     (7, 0, 2, 12, "avx512bitalg", "avx512"),
     (7, 0, 2, 14, "avx512vpopcntdq", "avx512"),
@@ -62,6 +63,7 @@ _X86_BITS = (
     (7, 1, 0, 5, "avx512bf16", "avx512"),
     (7, 1, 0, 21, "amx-fp16", "amx"),
     (0x80000001, 0, 2, 5, "lzcnt", ""),
+    (0x80000001, 0, 2, 6, "sse4a", ""),
 )
 # /proc/cpuinfo spells some of them its own way
 _CPUINFO_NAMES = {

@@ -284,6 +284,7 @@ def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Co
     injector.fact("register_bits")
     if not row.weight_layout or "K" not in constants:
         return 0
+    _stream_bytes(injector)
     if row.function.endswith("_int8"):  # zl_tile_tokens
         injector.derive("prefetch_bytes", _PREFETCH_BYTES)
         tile_bytes = _tile_bytes(injector)
@@ -304,6 +305,13 @@ def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Co
         injector.derive("tile_tokens", f"max(32, min(256, {share} // token_bytes // 8 * 8))")
         return tile_bytes
     return 0
+
+
+def _stream_bytes(injector: Injector) -> int:
+    """How far ahead one or two tokens ask for weights; 0 where the target leaves it to its own
+    prefetchers."""
+    name = "stream_prefetch_bytes"
+    return int(injector.fact(name)) if injector.has(name) else 0
 
 
 _PREFETCH_BYTES = "64 * cache_line_bytes"
@@ -418,6 +426,7 @@ def _defines(program: Program, module: _Module, shared: Injector) -> list[tuple[
         ("ZL_TILE_BYTES", str(tile), "l2_bytes // 2"),
         ("ZL_AHEAD_BYTES", str(ahead), "l2_bytes // 8"),
         ("ZL_PREFETCH_BYTES", str(prefetch), _PREFETCH_BYTES),
+        ("ZL_STREAM_BYTES", str(_stream_bytes(shared)), "stream_prefetch_bytes, 0 without it"),
     ]
 
 

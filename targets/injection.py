@@ -66,6 +66,10 @@ class Injector:
         self._facts[name] = fact
         return fact.value
 
+    def has(self, name: str) -> bool:
+        """Whether the target states a fact that targets may leave out."""
+        return any(fact.name == name for fact in self._target.facts)
+
     def constant(self, name: str, value: Constant, origin: str = "model") -> Constant:
         """A constant of the model, the graph or the plan; ``origin`` says which."""
         if self._constants.setdefault(name, (value, origin))[0] != value:

@@ -56,7 +56,7 @@ def refused(folder: Path, text: str) -> str:
 
 
 def test_named_targets() -> None:
-    assert facts.list_targets() == ["sapphirerapids", "x86-64-v3", "x86-64-v4", "zen4"]
+    assert facts.list_targets() == ["sapphirerapids", "x86-64-v3", "x86-64-v4", "zen3", "zen4"]
     for name in facts.list_targets():
         target = facts.load_target(name)
         assert target.name == name and target.family == "cpu"
@@ -70,6 +70,10 @@ def test_published_numbers() -> None:
     assert zen4.fact("memory_bandwidth_gbps").value == 460.8
     assert zen4.fact("l2_bytes").value == 1 << 20 and zen4.fact("l3_bytes").value == 32 << 20
     assert zen4.fact("datapath_bits").value == 256 and zen4.fact("register_bits").value == 512
+    zen3 = facts.load_target("zen3")
+    assert zen3.fact("memory_bandwidth_gbps").value == 204.8
+    assert zen3.fact("l2_bytes").value == 512 << 10 and zen3.fact("l3_bytes").value == 32 << 20
+    assert zen3.fact("register_bits").value == 256 and "avx512f" not in zen3.features
     spr = facts.load_target("sapphirerapids")
     assert spr.fact("memory_bandwidth_gbps").value == 307.2
     assert "amx-int8" in spr.features and "amx-int8" not in zen4.features
@@ -101,7 +105,10 @@ def features_of(name: str) -> frozenset[str]:
     [
         (features_of("x86-64-v3"), "x86-64-v3"),
         (features_of("x86-64-v4"), "x86-64-v4"),
-        (features_of("zen4") | {"gfni"}, "zen4"),
+        (features_of("zen4") | {"gfni", "sse4a", "vaes"}, "zen4"),
+        (features_of("zen3"), "zen3"),
+        (features_of("zen3") - {"vaes"}, "x86-64-v3"),  # Zen 2
+        (features_of("zen3") - {"sse4a"}, "x86-64-v3"),  # Alder Lake
         (features_of("sapphirerapids"), "sapphirerapids"),
         # Sapphire Rapids in a VM that hides AMX: what is left is served by the AVX-512 BF16 target
         (features_of("sapphirerapids") - {"amx-tile", "amx-int8", "amx-bf16"}, "zen4"),

@@ -190,11 +190,8 @@ ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, int fetch, const zl
   float *out[4];
   const int64_t vectors = (positions + 15) / 16, stride = (a->head_dim + 15) / 16 * 16;
   zl_scores(a, QB, fetch, tile->q + i, at, vectors, s);
-  for (int m = 0; m < QB; m++) {
-    factor[m] = zl_softmax_chunk(a, s[m], vectors, c0, tile->from[i + m], tile->last[i + m], &seen->max[i + m],
-                                 &seen->sum[i + m]);
-    out[m] = seen->out + (i + m) * stride;
-  }
+  zl_softmax_chunk(a, QB, s, vectors, c0, tile->from + i, tile->last + i, seen->max + i, seen->sum + i, factor);
+  for (int m = 0; m < QB; m++) out[m] = seen->out + (i + m) * stride;
   zl_weigh(a, QB, fetch, s, factor, at, positions, out);
 }
 

@@ -7,7 +7,7 @@
 
 /* Vectors of 16 sums that QB queries keep at a time: four each, or with half the registers of half the length, four in
  * all.  Eight chains of multiply-adds hide their latency. */
-ZL_KERNEL int zl_sums_at_once(int QB) { return ZL_AVX512 || QB == 1 ? 4 : QB == 2 ? 2 : 1; }
+ZL_KERNEL int zl_sums_at_once(int QB) { return ZL_AVX512 || QB == 1 ? 4 : QB < 4 ? 2 : 1; }
 
 /* s[i][16 v ..] = scores of QB queries for the 16 positions at at->k[v], which points at K[0][offset], rows block_size
  * apart. */
@@ -49,34 +49,52 @@ ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const f
   }
 }
 
-/* scores of one query -> e^(s - max), masked positions 0; updates max and sum, returns the factor for what was
- * accumulated before.  c0 is the chunk's first position. */
-ZL_KERNEL float zl_softmax_chunk(const zl_attention_shape *a, float *s, int64_t vectors, int64_t c0, int64_t from,
-                                 int64_t last, float *max, float *sum) {
+/* The scores of one query, scaled, masked positions -inf; returns the largest.  Positions lo .. hi of the chunk are
+ * attended to. */
+ZL_KERNEL float zl_mask_scores(const zl_attention_shape *a, float *s, int64_t vectors, int32_t lo, int32_t hi) {
   const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const int32_t lo = (int32_t)(from - c0 < 0 ? 0 : from - c0 > ZL_CHUNK ? ZL_CHUNK : from - c0);
-  const int32_t hi = (int32_t)(last - c0 > ZL_CHUNK ? ZL_CHUNK : last - c0 < -1 ? -1 : last - c0);
-  v16f m = zl_set(-__builtin_inff()), total = zl_set(0.0f);
+  const int all = lo == 0 && hi >= 16 * vectors - 1;
+  v16f m = zl_set(-__builtin_inff());
   for (int64_t v = 0; v < vectors; v++) {
     v16f x = zl_load(s + 16 * v) * a->scale;
     if (a->softcap > 0.0f) x = a->softcap * zl_tanh(x / a->softcap);
-    v16i at = lane + (int32_t)(16 * v);
-    x = zl_select((v16i)((at >= lo) & (at <= hi)), x, zl_set(-__builtin_inff()));
+    if (!all) {
+      const v16i at = lane + (int32_t)(16 * v);
+      x = zl_select((v16i)((at >= lo) & (at <= hi)), x, zl_set(-__builtin_inff()));
+    }
     zl_store(s + 16 * v, x);
     m = zl_max(m, x);
   }
-  const float before = *max, now = zl_hmax(m);
-  const float top = now > before ? now : before;
-  const float base = top == -__builtin_inff() ? 0.0f : top; /* nothing to attend to yet */
-  for (int64_t v = 0; v < vectors; v++) {
-    v16f e = zl_exp(zl_load(s + 16 * v) - base);
-    zl_store(s + 16 * v, e);
-    total = total + e;
+  return zl_hmax(m);
+}
+
+/* scores of QB queries -> e^(s - max), masked positions 0; updates their maxima and sums; factor[QB]: for what was
+ * accumulated before.  c0 is the chunk's first position.  Each step is made for all queries before the next one: alone, a
+ * query would wait for its maximum, its factor and its sum. */
+ZL_KERNEL void zl_softmax_chunk(const zl_attention_shape *a, int QB, float s[][ZL_CHUNK], int64_t vectors, int64_t c0,
+                                const int64_t *from, const int64_t *last, float *max, float *sum, float *factor) {
+  float now[16], base[16], total[16];
+  for (int i = 0; i < QB; i++) {
+    const int64_t lo = from[i] - c0, hi = last[i] - c0;
+    now[i] = zl_mask_scores(a, s[i], vectors, (int32_t)(lo < 0 ? 0 : lo > ZL_CHUNK ? ZL_CHUNK : lo),
+                            (int32_t)(hi > ZL_CHUNK ? ZL_CHUNK : hi < -1 ? -1 : hi));
   }
-  const float factor = zl_exp(zl_set(before - base))[0];
-  *max = top;
-  *sum = *sum * factor + zl_hsum(total);
-  return factor;
+  const v16f before = zl_load_n(max, QB), top = zl_max(zl_load_n(now, QB), before);
+  const v16f none = zl_set(-__builtin_inff()); /* nothing to attend to yet */
+  const v16f floor = zl_select((v16i)(top == none), zl_set(0.0f), top), f = zl_exp(before - floor);
+  zl_store(base, floor);
+  for (int i = 0; i < QB; i++) {
+    v16f t = zl_set(0.0f);
+    for (int64_t v = 0; v < vectors; v++) {
+      const v16f e = zl_exp(zl_load(s[i] + 16 * v) - base[i]);
+      zl_store(s[i] + 16 * v, e);
+      t = t + e;
+    }
+    total[i] = zl_hsum(t);
+  }
+  zl_store_n(max, top, QB);
+  zl_store_n(sum, zl_load_n(sum, QB) * f + zl_load_n(total, QB), QB);
+  zl_store_n(factor, f, QB);
 }
 
 /* out[i] = factor[i] * out[i] + sum over positions of s[i][p] V[p]; at->v[v] points at V[16 v] of the chunk */

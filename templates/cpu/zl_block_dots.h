@@ -1,6 +1,6 @@
 /* Integer products of one block of weights, 16 rows x 32 columns, with a few tokens.
  *
- * In: zl_weights.h.  Out: zl_block_dots.  Next file: zl_linear_amx.h.
+ * In: zl_weights.h.  Out: zl_take_apart, zl_block_dots.  Next file: zl_linear_amx.h.
  *
  * With VNNI one instruction multiplies four bytes of each lane and adds them to 32 bits.  Without it vpmaddubsw adds
  * two products into 16 bits and does not go on from there.  But codes of 4 bits leave room: eight of its results
@@ -19,9 +19,19 @@
 #define ZL_DOT_TOKENS 4
 #endif
 
+/* What a block's products need besides its codes: of codes of 8 bits, without VNNI, the upper nibbles; the lower ones
+ * take the codes' place. */
+typedef struct zl_nibbled {
+  v64u8 upper[8];
+} zl_nibbled;
+
 #if defined(__AVX512VNNI__)
+ZL_KERNEL void zl_take_apart(int format, zl_block *b, zl_nibbled *n) { (void)format, (void)b, (void)n; }
+
 /* q: 32 columns of token 0, the others K apart -> p[m][half] + sums of 32 columns, or of each 16 where a scale covers 16 */
-ZL_KERNEL void zl_block_dots(int format, int MT, const zl_block *b, const int8_t *q, int64_t K, v16i p[][2]) {
+ZL_KERNEL void zl_block_dots(int format, int MT, const zl_block *b, const zl_nibbled *n, const int8_t *q, int64_t K,
+                             v16i p[][2]) {
+  (void)n;
   ZL_UNROLL
   for (int j = 0; j < 8; j++) {
     const int half = zl_scale_cols(format) == 32 ? 0 : j / 4;
@@ -31,30 +41,38 @@ ZL_KERNEL void zl_block_dots(int format, int MT, const zl_block *b, const int8_t
   }
 }
 #else
-/* The same for codes up to `most`, at bit `down` of the block's, times `times`. */
-ZL_KERNEL void zl_narrow_dots(int format, int MT, int most, int down, const zl_block *b, const int8_t *q, int64_t K,
-                              v16i p[][2]) {
+ZL_KERNEL void zl_take_apart(int format, zl_block *b, zl_nibbled *n) {
+  if (!zl_wide_codes(format)) return;
+  ZL_UNROLL
+  for (int j = 0; j < 8; j++) {
+    n->upper[j] = zl_shift_right(b->code[j], 4) & 15;
+    b->code[j] = b->code[j] & 15;
+  }
+}
+
+/* The same for codes up to `most`, `times` the sums. */
+ZL_KERNEL void zl_narrow_dots(int format, int MT, int most, int16_t times, const v64u8 code[8], const int8_t *q,
+                              int64_t K, v16i p[][2]) {
   const int room = 32767 / (2 * 128 * most); /* products of 4 columns that add up within int16 */
   const int run = room >= 8 && zl_scale_cols(format) == 32 ? 8 : room >= 4 ? 4 : 2;
   v32s16 sum[ZL_DOT_TOKENS];
   ZL_UNROLL
   for (int j = 0; j < 8; j++) {
     const int half = zl_scale_cols(format) == 32 ? 0 : j / 4;
-    v64u8 code = b->code[j];
-    if (zl_wide_codes(format)) code = (down ? zl_shift_right(code, down) : code) & 15;
     ZL_UNROLL
     for (int m = 0; m < MT; m++) {
-      const v32s16 two = zl_dot2(code, zl_repeat4(q + m * K + 4 * j));
+      const v32s16 two = zl_dot2(code[j], zl_repeat4(q + m * K + 4 * j));
       sum[m] = zl_in_step(j % run ? sum[m] + two : two);
-      if (j % run == run - 1) p[m][half] += zl_widen2(sum[m], (int16_t)(1 << down));
+      if (j % run == run - 1) p[m][half] += zl_widen2(sum[m], times);
     }
   }
 }
 
-ZL_KERNEL void zl_block_dots(int format, int MT, const zl_block *b, const int8_t *q, int64_t K, v16i p[][2]) {
+ZL_KERNEL void zl_block_dots(int format, int MT, const zl_block *b, const zl_nibbled *n, const int8_t *q, int64_t K,
+                             v16i p[][2]) {
   const int wide = zl_wide_codes(format);
-  zl_narrow_dots(format, MT, wide ? 15 : zl_most_code(format), 0, b, q, K, p);
-  if (wide) zl_narrow_dots(format, MT, 15, 4, b, q, K, p);
+  zl_narrow_dots(format, MT, wide ? 15 : zl_most_code(format), 1, b->code, q, K, p);
+  if (wide) zl_narrow_dots(format, MT, 15, 16, n->upper, q, K, p);
 }
 #endif
 

@@ -90,7 +90,10 @@ ZL_KERNEL void zl_dot_16(int NG, int MT, const zl_pair *x, int64_t K, const uint
     ZL_UNROLL
     for (int s = 0; s < NG; s++) {
       p[s] = zl_load_pairs16(w[s] + 64 * k);
-      if (turn.of > 1) __builtin_prefetch(ask[s] + (asked >> 8), 0, 3);
+      if (turn.of > 1)
+        __builtin_prefetch(ask[s] + (asked >> 8), 0, 3);
+      else if (MT <= 2)
+        zl_ask_ahead(MT, w[s] + 64 * k, 64);
     }
     ZL_UNROLL
     for (int m = 0; m < MT; m++) {
@@ -114,7 +117,7 @@ ZL_KERNEL void zl_dot_12(int NG, int MT, const zl_pair *x, int64_t K, const uint
     v64u8 p[2][4];
     ZL_UNROLL
     for (int s = 0; s < NG; s++) {
-      if (turn.of == 1 && MT > 2) zl_12_ask(&r[s], i); /* few tokens: the machine keeps up */
+      if (turn.of == 1) zl_12_ask(&r[s], MT, i);
       zl_12_load(&r[s], i, p[s]);
       if (turn.of > 1) {
         __builtin_prefetch(ask[s] + (asked >> 8), 0, 3);

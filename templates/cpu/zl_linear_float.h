@@ -41,6 +41,7 @@ ZL_KERNEL void zl_dot_plain(int format, int MT, const float *x, int64_t K, const
   ZL_NO_UNROLL
   for (int64_t k = 0; k < K / 2; k++) {
     const uint8_t *p = w + k * step;
+    if (MT <= 2) zl_ask_ahead(MT, p, step);
     v16f w0, w1;
     if (format == ZL_FMT_F32) {
       w0 = (v16f)zl_load_bytes(p);
@@ -73,11 +74,12 @@ ZL_KERNEL v16f zl_code_to_float(v64u8 code, int i, v16f scale, v16f min) {
 }
 
 ZL_KERNEL void zl_dot_blocks(int format, int MT, const float *x, int64_t K, const uint8_t *w, v16f *even, v16f *odd) {
-  const int64_t stride = zl_padded_k(K);
+  const int64_t stride = zl_padded_k(K), bytes = zl_block_bytes(format) * 32 / zl_block_cols(format);
   ZL_NO_UNROLL
   for (int64_t kb = 0; kb < K / 32; kb++) {
     zl_block b;
     zl_block_load(format, w, kb, &b);
+    if (MT <= 2) zl_ask_ahead(MT, w + kb * bytes, bytes);
     ZL_UNROLL
     for (int j = 0; j < 8; j++) {
       const int h = zl_scale_cols(format) == 16 ? j / 4 : 0;

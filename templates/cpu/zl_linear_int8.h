@@ -21,6 +21,9 @@
 #ifndef ZL_PREFETCH_BYTES
 #define ZL_PREFETCH_BYTES 4096 /* how far ahead of use a product of several tokens asks for weights */
 #endif
+#ifndef ZL_STREAM_BYTES
+#define ZL_STREAM_BYTES 0 /* the same for one or two tokens; 0: the machine's prefetchers do it */
+#endif
 #define ZL_TILE_TOKENS 256 /* most tokens of a tile */
 
 /* CALL(n, first) for register tiles of 8, 4, 2, 1 tokens covering [begin, end) */
@@ -125,17 +128,21 @@ ZL_KERNEL void zl_walk_words(zl_walk *w, int format, zl_bundle *a, int64_t K) {
   zl_tile_words(w->format = format, a, w->words_at = w->t0, w->t1, K, w->words);
 }
 
-/* Several tokens compute longer on a block than the machine's prefetchers look ahead: they ask for what comes
- * ZL_PREFETCH_BYTES after it.  One or two read at the memory's rate, and asking only costs (docs/decisions.md). */
-ZL_KERNEL void zl_ask_ahead(int format, const uint8_t *w, int64_t kb) {
-  const int64_t bytes = zl_block_bytes(format) * 32 / zl_block_cols(format);
+/* How far ahead MT tokens ask for weights, 0: not at all.  Several compute longer on a block than the machine's
+ * prefetchers look ahead.  One or two read at the memory's rate; whether asking helps or costs is a fact of the target
+ * (docs/decisions.md). */
+ZL_KERNEL int64_t zl_asks(int MT) { return MT > 2 ? ZL_PREFETCH_BYTES : ZL_STREAM_BYTES; }
+
+/* Asks for `bytes` that come so far after p. */
+ZL_KERNEL void zl_ask_ahead(int MT, const uint8_t *p, int64_t bytes) {
+  if (!zl_asks(MT)) return;
   ZL_UNROLL
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(w + kb * bytes + ZL_PREFETCH_BYTES + i, 0, 3);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + zl_asks(MT) + i, 0, 3);
 }
 
 /* acc[m] += block kb of a group for MT tokens from `first` on, at most ZL_DOT_TOKENS */
-ZL_KERNEL void zl_dot_block(int format, int MT, const zl_block *b, zl_bundle a, int64_t first, int64_t K, int64_t kb,
-                            v16f *acc) {
+ZL_KERNEL void zl_dot_block(int format, int MT, const zl_block *b, const zl_nibbled *n, zl_bundle a, int64_t first,
+                            int64_t K, int64_t kb, v16f *acc) {
   const int64_t KB = K / 32;
   const float *scale = a.scale + first * KB, *sums = a.sums + first * KB * 2;
   const int has_zero = zl_zero_point(format) != 0;
@@ -146,7 +153,7 @@ ZL_KERNEL void zl_dot_block(int format, int MT, const zl_block *b, zl_bundle a, 
     p[m][0] = p[m][1] = (v16i){0};
     if (has_zero) p[m][0] = p[m][0] + zeros[m * KB + kb].zero;
   }
-  zl_block_dots(format, MT, b, a.q + first * K + kb * 32, K, p);
+  zl_block_dots(format, MT, b, n, a.q + first * K + kb * 32, K, p);
   ZL_UNROLL
   for (int m = 0; m < MT; m++) {
     const float s = scale[m * KB + kb], *sum = sums + (m * KB + kb) * 2;
@@ -166,19 +173,23 @@ ZL_KERNEL void zl_dot_block(int format, int MT, const zl_block *b, zl_bundle a, 
 /* acc[m] = 16 outputs of the group at w (rows16) for token first + m, m < MT.  Columns outside, tokens inside: MT
  * independent chains hide the latency of the products. */
 ZL_KERNEL void zl_dot_int8(int format, int MT, zl_bundle a, int64_t first, int64_t K, const uint8_t *w, v16f *acc) {
+  const int64_t bytes = zl_block_bytes(format) * 32 / zl_block_cols(format);
   ZL_UNROLL
   for (int m = 0; m < MT; m++) acc[m] = zl_set(0.0f);
   ZL_NO_UNROLL
   for (int64_t kb = 0; kb < K / 32; kb++) {
     zl_block b;
+    zl_nibbled n;
     zl_block_load(format, w, kb, &b);
-    if (MT > 2) zl_ask_ahead(format, w, kb);
+    zl_take_apart(format, &b, &n);
+    zl_ask_ahead(MT, w + kb * bytes, bytes);
     if (MT <= ZL_DOT_TOKENS) {
-      zl_dot_block(format, MT, &b, a, first, K, kb, acc);
+      zl_dot_block(format, MT, &b, &n, a, first, K, kb, acc);
       continue;
     }
     ZL_NO_UNROLL /* codes and sums in memory, and the registers to a part of the tokens at a time */
-    for (int m = 0; m < MT; m += ZL_DOT_TOKENS) zl_dot_block(format, ZL_DOT_TOKENS, &b, a, first + m, K, kb, acc + m);
+    for (int m = 0; m < MT; m += ZL_DOT_TOKENS)
+      zl_dot_block(format, ZL_DOT_TOKENS, &b, &n, a, first + m, K, kb, acc + m);
   }
 }
 

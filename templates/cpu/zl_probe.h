@@ -63,8 +63,8 @@ static double zl_probe_read(const char *p, uint64_t bytes, uint64_t rounds) {
     return (double)ZL_PROBE_LOOPS * chains * operations;                                           \
   }
 #if defined(__x86_64__)
-/* without VNNI a product of bytes takes what zl_dot4_u7 takes: three instructions */
-#define ZL_MADDUBS "vpmaddubsw %2, %3, %1\n\tvpmaddwd %1, %2, %1\n\tvpaddd %1, %0, %0"
+/* without VNNI a product of bytes and its addition take two instructions (zl_block_dots.h) */
+#define ZL_MADDUBS "vpmaddubsw %2, %3, %1\n\tvpaddw %1, %0, %0"
 #if ZL_AVX512
 typedef __m512i zl_probe_vector;
 ZL_PEAK(zl_probe_f32, zl_probe_vector, 24, 32, "vfmadd231ps %3, %2, %0")
