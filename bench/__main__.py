@@ -1,7 +1,8 @@
 """The comparison with every installed peer: ``python -m bench --peers DIR``.
 
-In: the peers' folder that ``prepare.py`` filled.  Out: ``docs/performance.md``, the plot beside it,
-the raw results as JSON lines.  Next file: ``matrix.py``, then ``measure.py``.
+In: the peers' folder that ``prepare.py`` filled.  Out: ``docs/performance.md`` (or a machine's own
+page), the plot beside it, the raw results as JSON lines.  Next file: ``matrix.py``, then
+``measure.py``.
 """
 
 from __future__ import annotations
@@ -54,11 +55,19 @@ def arguments() -> argparse.Namespace:
                         help="add rounds to those that the results have of this commit, which are "
                         "otherwise measured anew")  # fmt: skip
     parser.add_argument("--results", type=Path, help="raw results, default DIR/results.jsonl")
+    parser.add_argument("--machine", default="", metavar="NAME", choices=["", *machines()],
+                        help="write performance-NAME.md, the page of another machine than the "
+                        f"first: {', '.join(machines())}")  # fmt: skip
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="of the report")
     parser.add_argument("--no-verify", action="store_true", help="compile without the gate")
     parser.add_argument("--compile-only", action="store_true", help="prepare artifacts, then stop")
     parser.add_argument("--report-only", action="store_true", help="measure nothing")
     return parser.parse_args()
+
+
+def machines() -> list[str]:
+    """Those beside the first that have a page."""
+    return sorted(p.stem.removeprefix("page-") for p in (ROOT / "bench").glob("page-*.md"))
 
 
 def pattern(text: str) -> re.Pattern[str]:
@@ -118,8 +127,9 @@ def calls_file(place: Place, suite: str) -> Path:
     return place.artifacts / f"{suite}.calls.json"
 
 
-def report(place: Place, docs: Path) -> None:
-    """The page and the plot, from the results that are there."""
+def report(place: Place, docs: Path, machine: str) -> None:
+    """The page and the plot, from the results that are there; the README quotes the first
+    machine's."""
     results = Results.read(place.results)
     ours = {s.artifact: s for suite in (*SUITES, *SWEEP) for s in suite.systems if s.peer == OURS}
     paths = {name: place.model(system) for name, system in ours.items()}
@@ -134,11 +144,13 @@ def report(place: Place, docs: Path) -> None:
             profiles[title] = (suite, artifact, printed)
     kernels = all_kernels(results, works, profiles)
     verdicts = [verdict(results, line, works) for line in LINES]
-    drawn = draw(results, verdicts, kernels, docs)
-    write_report(results, verdicts, works, kernels, docs / "performance.md", drawn)
-    if docs.resolve() == (ROOT / "docs").resolve():
+    ending = f"-{machine}" if machine else ""
+    page = docs / f"performance{ending}.md"
+    drawn = draw(results, verdicts, kernels, docs, ending)
+    write_report(results, verdicts, works, kernels, page, drawn)
+    if not machine and docs.resolve() == (ROOT / "docs").resolve():
         write_readme(results, verdicts, ROOT / "README.md")
-    print(f"wrote {docs / 'performance.md'}")
+    print(f"wrote {page}")
 
 
 def main() -> int:
@@ -152,7 +164,7 @@ def main() -> int:
         run(options, place)
     if not options.compile_only:
         options.docs.mkdir(parents=True, exist_ok=True)
-        report(place, options.docs)
+        report(place, options.docs, options.machine)
     return 0
 
 

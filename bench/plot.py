@@ -45,12 +45,14 @@ def draw(
     verdicts: Sequence[Verdict],
     kernels: Mapping[str, list[dict[str, Any]]],
     folder: Path,
+    ending: str = "",
 ) -> str:
-    """The files' name without ending; "" when there is nothing to draw."""
+    """The files' name, which has ``ending``; "" when there is nothing to draw."""
     lines = [v for v in verdicts if v.roof is not None]
     if not lines and not kernels:
         return ""
-    pyplot = canvas(NAME)
+    name = NAME + ending
+    pyplot = canvas(name)
     height = max(6.2, 0.34 * len(lines) + 2.2)
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(15, height), width_ratios=(1.15, 1), layout="constrained"
@@ -59,10 +61,10 @@ def draw(
     _models(right, lines)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    for ending, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
-        figure.savefig(folder / f"{NAME}.{ending}", dpi=130, metadata=metadata)
+    for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
+        figure.savefig(folder / f"{name}.{kind}", dpi=130, metadata=metadata)
     pyplot.close(figure)
-    return NAME
+    return name
 
 
 def _kernels(axes: Any, results: Results, kernels: Mapping[str, list[dict[str, Any]]]) -> None:

@@ -1,4 +1,4 @@
-"""``docs/performance.md``: the table, what it was measured on, how to measure it again.
+"""``docs/performance*.md``: the table, what it was measured on, how to measure it again.
 
 In: results, the artifacts' work, the plot's name.  Out: the page.  Next file: ``plot.py``.
 """
@@ -18,7 +18,7 @@ from bench.report_fusion import sweep_parts
 from bench.results import SUITE, Results, Stat, Verdict, roof_part
 from bench.work import Work
 
-PAGE = Path(__file__).parent / "page.md"
+PAGES = Path(__file__).parent  # page.md and, of other machines, page-NAME.md
 LINES_HEAD = (
     "| work | ratio | 90 % interval | required | met | achieved | ours | best peer |",
     "|---|---|---|---|---|---|---|---|",
@@ -336,7 +336,10 @@ def write_report(
     path: Path,
     plot: str,
 ) -> None:
-    """The page; ``kernels`` is title -> rows (:func:`bench.kernels.all_kernels`)."""
+    """The page ``performance*.md``, whose text is the ``page*.md`` of the same ending; ``kernels``
+    is title -> rows (:func:`bench.kernels.all_kernels`)."""
+    source = PAGES / path.name.replace("performance", "page", 1)
+    page = source.read_text(encoding="utf-8")
     suites = [s for s in SUITES if any(x["suite"] == s.name for x in results.lines)]
     times = [
         row
@@ -351,14 +354,13 @@ def write_report(
         "lines": [*LINES_HEAD, *(verdict_row(v) for v in verdicts)],
         "plot": [f"{picture}({plot}.png)", "", f"[The same as SVG]({plot}.svg)."] if plot else [],
         "fusion": fusion_table(results, works),
-        "fusion-sweep": sweep_parts(results, works, path.parent),
+        "fusion-sweep": sweep_parts(results, works, path.parent) if "sweep" in page else [],
         "ceilings": ceilings(results),
         "suites": [row for suite in suites for row in suite_table(results, suite, works)],
         "kernels": times,
     }
     if not results.lines:
         parts = {name: [] for name in parts}
-    page = PAGE.read_text(encoding="utf-8")
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     for name, rows in parts.items():
         text = "\n".join(rows).strip() or _kept(before, name) or "Not measured."

@@ -139,10 +139,11 @@ def test_the_readme_has_the_ratios_between_its_marks(
     assert all(mark in marks for mark in report.RATIOS)
 
 
-def test_the_page_on_performance_is_what_its_source_says(tmp_path: Path) -> None:
-    """bench/page.md with the measured parts of docs/performance.md: the report was run since."""
-    there = ROOT / "docs" / "performance.md"
-    page = tmp_path / "performance.md"
+@pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "docs").glob("performance*.md")))
+def test_a_page_on_performance_is_what_its_source_says(tmp_path: Path, name: str) -> None:
+    """bench/page*.md with the measured parts of docs/performance*.md: the report was run since."""
+    there = ROOT / "docs" / name
+    page = tmp_path / name
     page.write_bytes(there.read_bytes())
     report.write_report(results.Results([]), [], {}, {}, page, "")
     assert page.read_text(encoding="utf-8") == there.read_text(encoding="utf-8")
