@@ -50,6 +50,7 @@ from . import bf16_12, formats
 from .formats import Components
 
 U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
 
 ROW_MAJOR = "row_major"
 ROWS16 = "rows16"
@@ -153,36 +154,30 @@ def _low(x: U8, bits: int) -> U8:
     return out
 
 
-def _vectors(codes: U8) -> U8:
-    """[G * 16, K] -> [G, K / 32, 8 vectors, 64 bytes]."""
-    groups, k = codes.shape[0] // LANES, codes.shape[1]
-    out: U8 = (
-        codes.reshape(groups, LANES, k // 32, 8, 4)
-        .transpose(0, 2, 3, 1, 4)
-        .reshape(groups, k // 32, 8, 64)
-    )
-    return out
+def _words(codes: U8) -> U32:
+    """[N, K] -> [N, K / 32, 8]: word j of a row has columns 4 j .. 4 j + 3, as code vector j."""
+    return np.ascontiguousarray(codes).view("<u4").reshape(len(codes), -1, 8)
 
 
-def _nibbles(v: U8) -> U8:
-    """[G, KB, 8, 64] low 4 bits -> [G, KB, 256]."""
-    v = _low(v, 4)
-    return (v[:, :, 0::2] | _up(v[:, :, 1::2], 4)).reshape(*v.shape[:2], 256)
+def _lanes(words: U32) -> U8:
+    """[G * 16, KB, vectors] -> [G, KB, vectors * 64 bytes]: the rows of a group side by side."""
+    n, blocks, vectors = words.shape
+    lanes = words.reshape(n // LANES, LANES, blocks, vectors).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(lanes).view(np.uint8).reshape(n // LANES, blocks, vectors * 64)
 
 
-def _crumbs(v: U8) -> U8:
-    """[G, KB, 8, 64] low 2 bits -> [G, KB, 128]."""
-    v = _low(v, 2).reshape(*v.shape[:2], 2, 4, 64)
-    out = v[:, :, :, 0] | _up(v[:, :, :, 1], 2) | _up(v[:, :, :, 2], 4) | _up(v[:, :, :, 3], 6)
-    return out.reshape(*v.shape[:2], 128)
+def _plane(words: U32, bits: int, at: int = 0) -> U8:
+    """``bits`` bits of each code, from bit ``at`` on, in a plane: [N, KB, 8] -> [G, KB, 64 * bits].
 
-
-def _bits(v: U8) -> U8:
-    """[G, KB, 8, 64] lowest bit -> [G, KB, 64]."""
-    out = np.zeros((*v.shape[:2], 64), dtype=np.uint8)
-    for j in range(8):
-        out |= _up(_low(v[:, :, j], 1), j)
-    return out
+    Whole words are shifted: no bit that is kept leaves its byte.
+    """
+    mask = np.uint32(0x01010101 * ((1 << bits) - 1))
+    part = (words >> np.uint32(at)) & mask
+    apiece = 8 // bits
+    out = part[:, :, 0::apiece].copy()
+    for i in range(1, apiece):
+        out |= part[:, :, i::apiece] << np.uint32(bits * i)
+    return _lanes(out)
 
 
 def _halves(x: npt.NDArray[np.float16]) -> U8:
@@ -222,34 +217,35 @@ def _m(p: Components) -> U8:
 
 def _parts_small(p: Components) -> list[U8]:
     """Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL."""
-    v = _vectors(p.codes)
+    words = _words(p.codes)
     out = [_halves(p.d)]
     if p.m is not None:
         out.append(_m(p))
-    out.append(_nibbles(v))
+    out.append(_plane(words, 4))
     if p.format.code_bits == 5:
-        out.append(_bits(_down(v, 4)))
+        out.append(_plane(words, 1, 4))
     return out
 
 
 def _parts_q8_0(p: Components) -> list[U8]:
-    v = _vectors(p.codes)
-    return [_halves(p.d), v.reshape(*v.shape[:2], 512)]
+    return [_halves(p.d), _lanes(_words(p.codes))]
 
 
 def _parts_q8_high(p: Components) -> list[U8]:
-    v = _vectors(p.codes)
-    return [_halves(p.d), _nibbles(_down(v, 2)), _crumbs(_down(v, 6))]
+    words = _words(p.codes)
+    return [_halves(p.d), _plane(words, 4, 2), _plane(words, 2, 6)]
 
 
 def _parts_q8_low(p: Components) -> list[U8]:
-    return [_halves(p.d), _crumbs(_vectors(p.codes))]
+    return [_halves(p.d), _plane(_words(p.codes), 2)]
 
 
 def _parts_q4_q5_k(p: Components) -> list[U8]:
     assert p.scales is not None and p.mins is not None
-    v = _vectors(p.codes)
-    planes = [_nibbles(v)] if p.format.code_bits == 4 else [_nibbles(v), _bits(_down(v, 4))]
+    words = _words(p.codes)
+    planes = [_plane(words, 4)]
+    if p.format.code_bits == 5:
+        planes.append(_plane(words, 1, 4))
     return [
         _halves(p.d),
         _m(p),
@@ -261,12 +257,11 @@ def _parts_q4_q5_k(p: Components) -> list[U8]:
 
 def _parts_q6_k(p: Components) -> list[U8]:
     assert p.scales is not None
-    v = _vectors(p.codes)
-    scales = _sub(p.scales, 16)
+    words, scales = _words(p.codes), _sub(p.scales, 16)
     return [
         _halves(p.d),
         scales.reshape(*scales.shape[:2], -1),
-        _super([_nibbles(v), _crumbs(_down(v, 4))]),
+        _super([_plane(words, 4), _plane(words, 2, 4)]),
     ]
 
 
@@ -277,15 +272,19 @@ def _parts_q2_k(p: Components) -> list[U8]:
         _halves(p.d),
         _m(p),
         both.reshape(*both.shape[:2], -1),
-        _super([_crumbs(_vectors(p.codes))]),
+        _super([_plane(_words(p.codes), 2)]),
     ]
 
 
 def _parts_q3_k(p: Components) -> list[U8]:
     assert p.scales is not None
-    v = _vectors(p.codes)
+    words = _words(p.codes)
     biased = (p.scales.astype(np.int16) + 32).astype(np.int8)
-    return [_halves(p.d), _six_bits(_sub(biased, 16)), _super([_crumbs(v), _bits(_down(v, 2))])]
+    return [
+        _halves(p.d),
+        _six_bits(_sub(biased, 16)),
+        _super([_plane(words, 2), _plane(words, 1, 2)]),
+    ]
 
 
 _BLOCK_PARTS = {
