@@ -5,8 +5,8 @@
  * With VNNI one instruction multiplies four bytes of each lane and adds them to 32 bits.  Without it vpmaddubsw adds
  * two products into 16 bits and does not go on from there.  But codes of 4 bits leave room: eight of its results
  * (|each| at most 2 x 15 x 128), a block's 32 columns, add up within int16, so there is one widening to 32 bits in a block
- * instead of eight: 38 instructions for a token of a block, not 56.  Larger codes are widened more often; those of 8 bits are
- * multiplied as two nibbles (70 instructions instead of 144 that widen bytes beforehand).  Every sum is exact.
+ * instead of eight.  Larger codes are widened more often; those of 8 bits are multiplied as two nibbles.  Every sum is
+ * exact.  docs/decisions.md, "Where the int8 products stand", counts the instructions.
  */
 #ifndef ZL_BLOCK_DOTS_H
 #define ZL_BLOCK_DOTS_H
