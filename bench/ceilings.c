@@ -124,16 +124,21 @@ PEAK(bf16, __m512, _mm512_setzero_ps(), "vdpbf16ps", 64)
 #ifdef __AVX512VNNI__
 PEAK(int8, __m512i, _mm512_setzero_si512(), "vpdpbusd", 128)
 #else
-// products of bytes and their sums in 16 bits: the least that a multiply-add of bytes takes
+// products of bytes and their sums in 16 bits: the least that a multiply-add of bytes takes without
+// AVX-512 VNNI, the only VNNI that a target has
 static double int8(int thread, int threads) {
+#ifdef __AVX512BW__
+    __m512i a[CHAINS], x = _mm512_setzero_si512(), t = x;
+#else
     __m256i a[CHAINS], x = _mm256_setzero_si256(), t = x;
+#endif
     for (int k = 0; k < CHAINS; k++) a[k] = x;
     for (long i = 0; i < LOOPS; i++) {
         _Pragma("GCC unroll 24") for (int k = 0; k < CHAINS; k++)
             __asm__ volatile("vpmaddubsw %2, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(a[k]), "=v"(t) : "v"(x));
     }
     (void)thread, (void)threads;
-    return (double)LOOPS * CHAINS * 64;
+    return (double)LOOPS * CHAINS * 2 * sizeof x;
 }
 #endif
 

@@ -349,12 +349,13 @@ def write_report(
         )
     ]
     picture = "![Achieved against the machine's limits, per kernel and per model]"
+    mark = "<!-- insert: fusion-sweep -->"  # its plot is one file, whoever asks for it
     parts = {
         "measured": [measured(results)],
         "lines": [*LINES_HEAD, *(verdict_row(v) for v in verdicts)],
         "plot": [f"{picture}({plot}.png)", "", f"[The same as SVG]({plot}.svg)."] if plot else [],
         "fusion": fusion_table(results, works),
-        "fusion-sweep": sweep_parts(results, works, path.parent) if "sweep" in page else [],
+        "fusion-sweep": sweep_parts(results, works, path.parent) if mark in page else [],
         "ceilings": ceilings(results),
         "suites": [row for suite in suites for row in suite_table(results, suite, works)],
         "kernels": times,

@@ -155,8 +155,8 @@ def _low(x: U8, bits: int) -> U8:
 
 
 def _words(codes: U8) -> U32:
-    """[N, K] -> [N, K / 32, 8]: word j of a row has columns 4 j .. 4 j + 3, as code vector j."""
-    return np.ascontiguousarray(codes).view("<u4").reshape(len(codes), -1, 8)
+    """[N, K] -> [N, K / 32, 8]: word j of a block has columns 4 j .. 4 j + 3."""
+    return np.ascontiguousarray(codes).view(np.uint32).reshape(len(codes), -1, 8)
 
 
 def _lanes(words: U32) -> U8:

@@ -20,7 +20,8 @@ F32, BF16 = 0, 1
 #: where the half-precision scales of a block are
 HALVES = {
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "IQ4_NL": [0],
-    "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
+    "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "Q8_HIGH": [0],
+    "Q8_LOW": [0],
 }  # fmt: skip
 
 
@@ -147,7 +148,7 @@ def test_integer_dot_products_are_exact(int8_kernels: Kernels) -> None:
         assert (out == (u.astype(np.int32) * s).reshape(16, 4).sum(axis=1)).all()
 
 
-@pytest.mark.parametrize("fmt", BLOCK)
+@pytest.mark.parametrize("fmt", [*BLOCK, "Q8_HIGH", "Q8_LOW"])
 def test_sums_of_the_largest_codes_are_exact(int8_kernels: Kernels, fmt: str) -> None:
     """Without VNNI products are added in 16 bits as far as a format's codes leave room there; the
     largest and the least codes against activations of one sign are the worst case."""
@@ -155,16 +156,19 @@ def test_sums_of_the_largest_codes_are_exact(int8_kernels: Kernels, fmt: str) ->
     q = np.full((13, k), 127, np.int8)
     q[1::2] = -127
     q[2::3, ::2] *= -1
-    q[12] = -128
+    q[[4, 12]] = -128  # of eight tokens, and alone
     scale = np.ones((13, k // 32), np.float32)
     sums = q.reshape(13, k // 16, 16).astype(np.float32).sum(axis=2)
-    for fill in (0xFF, 0x00, 0xF0):
-        raw, _ = weights(np.random.default_rng(0), fmt, n, k)
-        blocks = raw.reshape(n, -1, formats.FORMATS[fmt].block_bytes)
-        blocks[:] = fill
+    for fill in (0xFF, 0x00, 0xF0, 0x7F, 0x80):
+        f = formats.FORMATS[fmt]
+        blocks = np.full((n, k // f.block_elems, f.block_bytes), fill, np.uint8)
         for at in HALVES[fmt]:
             blocks[:, :, at : at + 2] = np.array([1.0], np.float16).view(np.uint8)
-        w = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[fmt]).astype(np.float64)
+        raw = blocks.reshape(n, -1)
+        if fmt in BLOCK:
+            w = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[fmt]).astype(np.float64)
+        else:  # ours alone; test_domain_dequantize.py has its definition
+            w = formats.dequantize(fmt, raw).astype(np.float64)
         out = np.full((13, n), np.nan, np.float32)
         int8_kernels.call(
             f"linear_int8_{fmt}", 13, [q, scale, sums, packed(fmt, raw), None, out], [n, k]

@@ -56,6 +56,23 @@ def test_a_feature_needs_the_cpu_and_the_operating_system() -> None:
     assert features(0x3) == {"bmi2", "lzcnt"}, "without AVX state only integer extensions are left"
 
 
+def test_what_tells_a_zen_3() -> None:
+    """Linux' cpufeatures.h: bit 9 of leaf 7's ECX is VAES, bit 6 of 0x80000001's SSE4a."""
+
+    def zen3(leaf: int, subleaf: int) -> tuple[int, int, int, int]:
+        return {
+            (0, 0): (0x10, 0, 0, 0),
+            (1, 0): (0, 0, LEAF_1_ECX, 0),
+            (7, 0): (0, 1 << 5, 1 << 9, 0),
+            (0x80000000, 0): (0x80000001, 0, 0, 0),
+            (0x80000001, 0): (0, 0, 1 << 5 | 1 << 6, 0),
+        }[leaf, subleaf]
+
+    assert {"sse4a", "vaes", "avx2"} <= features_from_cpuid(zen3, AVX_STATE, lambda: False)
+    assert "vaes" not in features_from_cpuid(zen3, 0x3, lambda: False)
+    assert {"sse4a", "vaes"} <= x86_from_flags(["sse4a", "vaes"])
+
+
 def test_old_cpu_without_leaf_7() -> None:
     def old(leaf: int, subleaf: int) -> tuple[int, int, int, int]:
         assert leaf in (0, 1, 0x80000000), f"leaf {leaf:#x} must not be asked for"

@@ -133,6 +133,17 @@ def test_the_note_is_the_record(aggressive: Built) -> None:
     )
 
 
+@pytest.mark.parametrize(("name", "ahead"), [("zen3", 4096), ("x86-64-v3", 0), ("zen4", 0)])
+def test_weights_of_one_token_are_asked_for_where_the_target_says_so(name: str, ahead: int) -> None:
+    target = small(load_target(name))
+    _, program = step_program(tiny_decoder(), target, "int8", "aggressive")
+    source, injection = cpu.render(program, target)
+    assert f"#define ZL_STREAM_BYTES {ahead} " in source
+    linear = next(k for k in injection.records() if "LinearAdd" in str(k["kernel"]))
+    facts = {f["name"]: f["value"] for f in linear["facts"]}  # type: ignore[attr-defined]
+    assert facts.get("stream_prefetch_bytes", 0) == ahead
+
+
 def test_a_hostile_model_name_stays_a_name() -> None:
     name = 'x*/ int main(void){} /*"\\\n#include "/etc/passwd"\n%s \u00e9'
     _, program = step_program(tiny_decoder(), HOST, "f32")

@@ -6,8 +6,8 @@
 #define ZL_ATTENTION_FLOAT_H
 
 /* Vectors of 16 sums that QB queries keep at a time: four each, or with half the registers of half the length, four in
- * all.  Eight chains of multiply-adds hide their latency. */
-ZL_KERNEL int zl_sums_at_once(int QB) { return ZL_AVX512 || QB == 1 ? 4 : QB < 4 ? 2 : 1; }
+ * all at most.  Eight chains of multiply-adds hide their latency. */
+ZL_KERNEL int zl_sums_at_once(int QB) { return ZL_AVX512 || QB == 1 ? 4 : QB == 2 ? 2 : 1; }
 
 /* s[i][16 v ..] = scores of QB queries for the 16 positions at at->k[v], which points at K[0][offset], rows block_size
  * apart. */
@@ -69,8 +69,8 @@ ZL_KERNEL float zl_mask_scores(const zl_attention_shape *a, float *s, int64_t ve
 }
 
 /* scores of QB queries -> e^(s - max), masked positions 0; updates their maxima and sums; factor[QB]: for what was
- * accumulated before.  c0 is the chunk's first position.  Each step is made for all queries before the next one: alone, a
- * query would wait for its maximum, its factor and its sum. */
+ * accumulated before.  c0 is the chunk's first position.  Each step is made for all queries before the next one:
+ * alone, a query would wait for its maximum, its factor and its sum. */
 ZL_KERNEL void zl_softmax_chunk(const zl_attention_shape *a, int QB, float s[][ZL_CHUNK], int64_t vectors, int64_t c0,
                                 const int64_t *from, const int64_t *last, float *max, float *sum, float *factor) {
   float now[16], base[16], total[16];

@@ -1,6 +1,6 @@
 /* Weights of bf16 in 12 bits, none of them changed: BF16_12.
  *
- * In: zl_linear_int8.h (ZL_PREFETCH_BYTES); the layout is described in targets/bf16_12.py.  Out: zl_12_begin, zl_12_load,
+ * In: zl_linear_int8.h (zl_asks); the layout is described in targets/bf16_12.py.  Out: zl_12_begin, zl_12_load,
  * zl_12_unpack.  Next file: zl_linear_bf16.h.
  *
  * Of a bf16 number's two bytes the upper one has the sign and seven of eight bits of exponent.  The weights of a matrix
@@ -51,8 +51,9 @@ ZL_KERNEL void zl_12_load(zl_12_reader *r, int64_t i, v64u8 to[4]) {
   }
 }
 
-/* Asks for a block that MT tokens will read some blocks after block i, where the machine does not do it by itself.  Half
- * as far ahead as int8 products ask: at 4 tokens 2 to 6 % faster than all of it, at 8 and in prefill as fast (Zen 4). */
+/* Asks for a block that MT tokens will read some blocks after block i, where the machine does not do it by itself.
+ * Half as far ahead as int8 products ask: at 4 tokens 2 to 6 % faster than all of it, at 8 and in prefill as fast
+ * (Zen 4). */
 ZL_KERNEL void zl_12_ask(const zl_12_reader *r, int MT, int64_t i) {
   const uint8_t *p = r->block + i * ZL_12_BLOCK + zl_asks(MT) / 2;
   for (int line = 0; zl_asks(MT) && line < ZL_12_BLOCK; line += 64) __builtin_prefetch(p + line, 0, 3);
@@ -64,7 +65,7 @@ ZL_KERNEL void zl_12_unpack(const uint8_t *group, int64_t K, char *to) {
   ZL_NO_UNROLL
   for (int64_t i = 0; i < K / ZL_12_COLUMNS; i++) {
     v64u8 p[4];
-    zl_12_ask(&r, 8, i);
+    zl_12_ask(&r, 8, i); /* as for eight tokens: many follow */
     zl_12_load(&r, i, p);
     memcpy(to + 256 * i, p, 256);
   }

@@ -1,12 +1,12 @@
 /* Integer products of one block of weights, 16 rows x 32 columns, with a few tokens.
  *
- * In: zl_weights.h.  Out: zl_take_apart, zl_block_dots.  Next file: zl_linear_amx.h.
+ * In: zl_weights.h.  Out: ZL_DOT_TOKENS, zl_nibbled, zl_take_apart, zl_block_dots.  Next file: zl_linear_amx.h.
  *
  * With VNNI one instruction multiplies four bytes of each lane and adds them to 32 bits.  Without it vpmaddubsw adds
  * two products into 16 bits and does not go on from there.  But codes of 4 bits leave room: eight of its results
- * (|each| at most 2 x 15 x 128), a block's 32 columns, add up within int16, so there is one widening to 32 bits in a block
- * instead of eight.  Larger codes are widened more often; those of 8 bits are multiplied as two nibbles.  Every sum is
- * exact.  docs/decisions.md, "Where the int8 products stand", counts the instructions.
+ * (|each| at most 2 x 15 x 128), a block's 32 columns, add up within int16, so there is one widening to 32 bits in a
+ * block instead of eight.  Larger codes are widened more often; those of 8 bits are multiplied as two nibbles.  Every
+ * sum is exact.  docs/decisions.md, "Where the int8 products stand", counts the instructions.
  */
 #ifndef ZL_BLOCK_DOTS_H
 #define ZL_BLOCK_DOTS_H
@@ -28,7 +28,8 @@ typedef struct zl_nibbled {
 #if defined(__AVX512VNNI__)
 ZL_KERNEL void zl_take_apart(int format, zl_block *b, zl_nibbled *n) { (void)format, (void)b, (void)n; }
 
-/* q: 32 columns of token 0, the others K apart -> p[m][half] + sums of 32 columns, or of each 16 where a scale covers 16 */
+/* q: 32 columns of token 0, the others K apart -> p[m][half] + sums of 32 columns, or of each 16 where a scale covers
+ * 16 */
 ZL_KERNEL void zl_block_dots(int format, int MT, const zl_block *b, const zl_nibbled *n, const int8_t *q, int64_t K,
                              v16i p[][2]) {
   (void)n;
@@ -54,7 +55,7 @@ ZL_KERNEL void zl_take_apart(int format, zl_block *b, zl_nibbled *n) {
 ZL_KERNEL void zl_narrow_dots(int format, int MT, int most, int16_t times, const v64u8 code[8], const int8_t *q,
                               int64_t K, v16i p[][2]) {
   const int room = 32767 / (2 * 128 * most); /* products of 4 columns that add up within int16 */
-  const int run = room >= 8 && zl_scale_cols(format) == 32 ? 8 : room >= 4 ? 4 : 2;
+  const int run = room >= 8 && zl_scale_cols(format) == 32 ? 8 : room >= 4 ? 4 : room >= 2 ? 2 : 1;
   v32s16 sum[ZL_DOT_TOKENS];
   ZL_UNROLL
   for (int j = 0; j < 8; j++) {

@@ -1,6 +1,6 @@
 /* Integer products of 16 tokens by matrix tiles, for the int8 kernels: the same sums as zl_dot_int8, to the bit.
  *
- * In: zl_tile.h, zl_block_dots.h.  Out: zl_amx_until, zl_amx_begin, zl_amx_end, zl_amx_group; where the target has no
+ * In: zl_tile.h, zl_weights.h.  Out: zl_amx_until, zl_amx_begin, zl_amx_end, zl_amx_group; where the target has no
  * tiles they do nothing.  Next file: zl_linear_int8.h.
  *
  * A block of 32 columns in the rows16 layout is the second operand of a tile product as it stands: 8 rows (4 columns
@@ -15,7 +15,7 @@
 #ifndef ZL_LINEAR_AMX_H
 #define ZL_LINEAR_AMX_H
 #include "zl_tile.h"
-#include "zl_block_dots.h"
+#include "zl_weights.h"
 
 #if ZL_TILES
 #define ZL_TILE_STEP 16   /* tokens of a tile are a multiple */

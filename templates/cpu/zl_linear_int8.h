@@ -1,7 +1,7 @@
 /* Matrix products with int8 activations: Linear, LinearAdd, ActLinear, GatedLinear and its quantizing form.
  *
- * In: zl_linear_amx.h, zl_math.h, zl_quantize.h.  Out: zl_dot_int8 (16 outputs for MT tokens), the kernels.  Next file:
- * zl_linear_float.h.
+ * In: zl_block_dots.h, zl_linear_amx.h, zl_math.h, zl_quantize.h.  Out: zl_dot_int8 (16 outputs for MT tokens), the
+ * kernels.  Next file: zl_linear_float.h.
  *
  * Work is split into (token tile, group of 16 outputs) items.  A token tile's activations stay in L2 while the
  * weights stream past once; a group's weights stay in L1 while the tile's tokens pass in register tiles of ZL_MT,
@@ -10,6 +10,7 @@
  */
 #ifndef ZL_LINEAR_INT8_H
 #define ZL_LINEAR_INT8_H
+#include "zl_block_dots.h"
 #include "zl_linear_amx.h"
 #include "zl_math.h"
 #include "zl_quantize.h"

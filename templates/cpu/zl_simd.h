@@ -53,7 +53,7 @@ typedef int8_t v16s8 __attribute__((vector_size(16)));
 #define ZL_IN_TURN(a, b) ((void)0)
 #endif
 #if !defined(__AVX512VNNI__)
-/* The same for one of several chains: written after each of its links, it keeps all of them in step and in registers. */
+/* The same for one of several chains: written after each of its links, it keeps all in step and in registers. */
 ZL_KERNEL v32s16 zl_in_step(v32s16 a) {
 #if ZL_AVX512
   __asm__ volatile("" : "+v"(a));
