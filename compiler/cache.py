@@ -33,6 +33,7 @@ LOCK_TIMEOUT_S = 600.0
 
 _MAGIC = b"ZLCACHE\x01"
 _HEADER = struct.Struct("<8s32sQ")  # magic, sha256 of payload, payload length
+_ROOM = 1 << 20  # bytes that a usable folder takes: a code object's, and what its compiler keeps
 _TOOLS = ("zerolayer", "ziglang")  # distributions whose version is part of every key
 
 
@@ -161,9 +162,9 @@ class CompileCache:
             if info.st_uid not in {os.geteuid(), 0}:
                 self._off(f"belongs to user {info.st_uid}")
                 return False
-            fd, name = tempfile.mkstemp(dir=self.root, prefix=".tmp-")
-            os.close(fd)
-            Path(name).unlink()
+            with tempfile.TemporaryFile(dir=self.root, prefix=".tmp-") as file:
+                file.write(bytes(_ROOM))  # a full disk lets an empty file be made
+                file.flush()
         except (OSError, RuntimeError) as e:  # RuntimeError: no home directory
             self._off(str(getattr(e, "strerror", None) or e))
             return False

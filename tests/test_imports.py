@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,3 +139,27 @@ def test_the_pinned_torch_is_the_one_the_readme_installs() -> None:
     dev: list[Any] = PROJECT["project"]["optional-dependencies"]["dev"]
     (torch,) = (d for d in dev if d.startswith("torch"))
     assert torch in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_oracle_sends_nothing(tmp_path: Path) -> None:
+    """onnxruntime 1.32 keeps a device id in the user's cache folder when it may send usage data."""
+    code = (
+        "from zerolayer.compiler.graph import execute\n"
+        "import numpy as np, onnx_ir as ir\n"
+        "x, y = ir.val('x', ir.DataType.FLOAT, [2]), ir.val('y', ir.DataType.FLOAT, [2])\n"
+        "node = ir.node('Abs', [x], outputs=[y])\n"
+        "graph = ir.Graph([x], [y], nodes=[node], opset_imports={'': 23}, name='g')\n"
+        "run = execute.Executable(ir.Model(graph, ir_version=11)).run\n"
+        "print(run({'x': np.array([-1, 2], np.float32)}))\n"
+    )
+    clean = {k: v for k, v in os.environ.items() if k not in {"XDG_CACHE_HOME", "HOME"}}
+    clean.pop("ORT_DISABLE_TELEMETRY", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**clean, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1." in done.stdout and not list(tmp_path.rglob("*onnxruntime*"))

@@ -163,10 +163,8 @@ def test_ceilings_are_plausible(built: Built, threads: int) -> None:
     assert found.read_memory == 1e6 and found.read_cache == cache
     assert found.memory_range == (lowest, 1e6) and found.operations["int8"] == 1e6
     assert found.operations["f32"] == peaks["f32"]
-    shown = found.as_dict()
-    assert shown["bf16_gop_per_second"] is None or shown["bf16_gop_per_second"] == round(
-        peaks["bf16"], 1
-    )
+    shown = found.as_dict()  # of a host without the instruction: 0, joined with the 1 above
+    assert shown["bf16_gop_per_second"] == round(max(peaks["bf16"], 1.0), 1)
 
 
 def test_bad_arguments_of_the_probe(built: Built) -> None:
