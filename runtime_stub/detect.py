@@ -86,7 +86,7 @@ _ARM_HWCAP2 = (
 )  # fmt: skip
 # what disappears with a feature, for masks: a CPU without X has none of these either
 _DEPENDS = {
-    "avx": ("avx2", "fma", "f16c", "avxvnni", "avx512"),
+    "avx": ("avx2", "fma", "f16c", "vaes", "avxvnni", "avx512"),
     "avx2": ("avxvnni", "avx512"),
     "avx512f": ("avx512",),
     "amx-tile": ("amx-",),

@@ -292,8 +292,8 @@ def _number(file: str, node: Node, name: str, kind: FactKind) -> Number:
         raise _fail(
             file,
             node,
-            f"value of {name} is {value:g} {kind.unit}, outside the known range "
-            f"{kind.low:g} to {kind.high:g}",
+            f"value of {name} is {value:.12g} {kind.unit}, outside the known range "
+            f"{kind.low:.12g} to {kind.high:.12g}",
             "check the unit",
         )
     return value

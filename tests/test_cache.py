@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 from hypothesis import given
@@ -193,6 +194,22 @@ def test_unusable_folders_turn_it_off_with_a_note(tmp_path: Path) -> None:
     assert "no compile cache" in note
     assert str(file) in note
     assert "XDG_CACHE_HOME" in note
+
+
+def test_a_full_disk_turns_it_off_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk lets files be made, but not filled; tools are given no folder there either."""
+    notes: list[str] = []
+
+    def on_a_full_disk(**_where: object) -> IO[bytes]:
+        return Path("/dev/full").open("r+b", buffering=0)
+
+    monkeypatch.setattr("tempfile.TemporaryFile", on_a_full_disk)
+    cache = CompileCache(tmp_path / "kernels", notify=notes.append)
+    assert not cache.enabled and cache.directory is None
+    (note,) = notes
+    assert "no compile cache" in note and "No space left on device" in note
 
 
 def test_a_folder_lost_midway_is_noted_and_survived(tmp_path: Path) -> None:
