@@ -331,8 +331,9 @@ class CpuEngine:
     ) -> list[int]:
         """Runs one batch; returns the next token of each logit row.
 
-        ``logits`` (float32 ``[R, vocab]``) and ``taps`` (float32 ``[n_taps, T, hidden]``) are
-        optional writable buffers to fill.  ``timed`` fills :attr:`call_ns`.
+        ``logits`` (float32 ``[R, vocab]``) and ``taps`` (float32 ``[n_taps, T, hidden]``, of a
+        batch in which every token has a logit row) are optional writable buffers to fill.
+        ``timed`` fills :attr:`call_ns`.
         """
         info, c = self.code.info, self._batch
         n_t, n_s, n_r = len(batch.tokens), len(batch.block_tables), len(batch.rows)

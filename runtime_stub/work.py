@@ -106,7 +106,7 @@ def work_of(
         n = rows.get(number, 0)
         share = _screened(call, step, n)
         flops = call.get("flops_per_row", 0) * n * share
-        moved: float = call.get("weight_bytes", 0) * share
+        moved: float = call.get("weight_bytes", 0) * share if n else 0
         activations = call.get("activation_bytes_per_row", 0) * n
         if str(call.get("op")).startswith("PagedAttention"):
             window = (call.get("constants") or {}).get("window")

@@ -256,9 +256,9 @@ def _items(op: str, weight: Buffer, constants: Mapping[str, Constant]) -> int:
 #: kernels that split their work by rows only, and the widest row that one thread does at once
 _BY_ROWS = frozenset(
     {
-        "Add", "Div", "Embed", "Gather", "Gelu", "LayerNormQuantizeInt8", "LayerNormalization",
-        "Mul", "QuantizeInt8", "RMSNormalization", "Relu", "RmsNormQuantizeInt8", "RopeTable",
-        "SplitEmbed", "Sub", "Swish",
+        "Add", "Div", "Embed", "Gather", "GatherInt8", "Gelu", "LayerNormQuantizeInt8",
+        "LayerNormalization", "Mul", "QuantizeInt8", "RMSNormalization", "Relu",
+        "RmsNormQuantizeInt8", "RopeTable", "SplitEmbed", "Sub", "Swish",
     }
 )  # fmt: skip
 _SOLO_WIDTH = 16384

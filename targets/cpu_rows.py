@@ -292,6 +292,13 @@ _KERNELS: tuple[_Kernel, ...] = (
     _Kernel("Sigmoid", "zl_elementwise.h", "zl_sigmoid_rows", ("C",)),
     _Kernel("Softmax", "zl_elementwise.h", "zl_softmax", ("C",)),
     _Kernel("Gather", "zl_elementwise.h", "zl_gather", ("C",)),
+    _Kernel(
+        "GatherInt8",
+        "zl_elementwise.h",
+        "zl_gather_int8",
+        ("C",),
+        constraint=_multiple("C", 32),
+    ),
 )
 
 

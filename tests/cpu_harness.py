@@ -240,6 +240,7 @@ def _instances() -> list[Instance]:
         Instance("gelu", "zl_elementwise.h", "zl_gelu", 2, ("i", "i")),
         Instance("softcap", "zl_elementwise.h", "zl_softcap", 2, ("i", "d")),
         Instance("gather", "zl_elementwise.h", "zl_gather", 3, ("i",)),
+        Instance("gather_int8", "zl_elementwise.h", "zl_gather_int8", 7, ("i",)),
         *(
             Instance(n, "zl_elementwise.h", f"zl_{f}", 2, ("i",))
             for n, f in (

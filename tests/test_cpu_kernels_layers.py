@@ -320,6 +320,15 @@ def test_elementwise(kernels: Kernels) -> None:
         y = np.zeros((4, c), np.float32)
         kernels.call("gather", 4, [a, index, y], [c])
         assert (y == a[index]).all()
+        if c % 32 == 0:
+            bundle: list[Any] = [
+                rng.integers(-127, 128, (rows, c)).astype(np.int8),
+                rng.standard_normal((rows, c // 32)).astype(np.float32),
+                rng.standard_normal((rows, c // 16)).astype(np.float32),
+            ]
+            picked = [np.zeros((4, *x.shape[1:]), x.dtype) for x in bundle]
+            kernels.call("gather_int8", 4, [*bundle, index, *picked], [c])
+            assert all((got == x[index]).all() for got, x in zip(picked, bundle, strict=True))
 
 
 def ulps(got: Any, want: Any) -> Any:

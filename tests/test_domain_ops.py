@@ -116,6 +116,14 @@ def test_quantize_int8_is_exact() -> None:
     close(found[2], expected[2])
 
 
+def test_gather_int8_picks_rows_of_the_bundle() -> None:
+    bundle = dict(zip(("q", "scale", "sums"), int8_of(normal(5, 96)), strict=True))
+    rows = [4, 0, 0, 3]
+    found = execute("GatherInt8", {**bundle, "indices": np.array(rows, np.int64)})
+    for got, whole in zip(found, bundle.values(), strict=True):
+        np.testing.assert_array_equal(got, whole[rows])
+
+
 def test_quantize_int8_of_three_dimensions() -> None:
     x = normal(2, 3, 64)
     found = execute("QuantizeInt8", {"x": x})

@@ -19,7 +19,14 @@ from zerolayer.compiler.graph.dump import load_dump
 from zerolayer.compiler.graph.execute import run, run_layerwise
 from zerolayer.compiler.graph.feeds import frontend_feeds, next_caches, step_feeds
 from zerolayer.compiler.graph.places import residual_taps
-from zerolayer.compiler.passes import PASSES, PassOptions, check_passes, run_passes
+from zerolayer.compiler.passes import (
+    PASSES,
+    PassOptions,
+    apply_pass,
+    check_passes,
+    edit,
+    run_passes,
+)
 from zerolayer.compiler.passes.edit import dims, value_like
 from zerolayer.runtime_stub.errors import InputFileError, NumericsError, UnsupportedError
 from zerolayer.targets.kernels import KernelQuery
@@ -79,7 +86,7 @@ def test_what_balanced_fusion_makes_of_a_llama() -> None:
     assert found == {
         "Embed": 1, "RopeTable": 1, "RmsNormQuantizeInt8": 5, "QkvRopeCache": 2,
         "PagedAttentionQuantizeInt8": 2, "LinearAdd": 4, "GatedLinearQuantizeInt8": 2, "Gather": 1,
-        "Linear": 1,
+        "GatherInt8": 1, "Linear": 1,
     }  # fmt: skip
     assert [n.name for n in graph.graph][:6] == [
         "embed", "rope.0", "layers.0.attn_norm", "layers.0.attn.qkv", "layers.0.attn.attention",
@@ -92,9 +99,63 @@ def test_what_balanced_fusion_makes_of_a_gpt2() -> None:
     found = Counter(n.op_type for n in graph.graph)
     assert found == {
         "Embed_F32": 2, "Add": 1, "LayerNormalization": 5, "QkvRopeCache_F32_F32_F32_f32_norope": 2,
-        "PagedAttention": 2, "LinearAdd_F32_f32": 4, "ActLinear_F32_f32": 2, "Gather": 1,
+        "PagedAttention": 2, "LinearAdd_F32_f32": 4, "ActLinear_F32_f32": 2, "Gather": 2,
         "Linear_F32_f32": 1,
     }  # fmt: skip
+
+
+UPSTREAM = {
+    "llama": {"layers.1.attn.add", "layers.1.mlp_norm", "layers.1.mlp.gated", "layers.1.mlp.add"},
+    "gpt2": {"layers.1.attn.add", "layers.1.mlp_norm", "layers.1.mlp.act", "layers.1.mlp.add"},
+    "gemma2": {
+        "layers.1.attn.o", "layers.1.attn_post_norm", "layers.1.attn.add", "layers.1.mlp_norm",
+        "layers.1.mlp.gated", "layers.1.mlp.down", "layers.1.mlp_post_norm", "layers.1.mlp.add",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+@pytest.mark.parametrize("format", ["Q8_0", "F32"])
+def test_the_last_layer_is_computed_for_rows_with_logits_only(name: str, format: str) -> None:
+    graph = run_passes(decoder(CONFIGS[name], (format,)), PassOptions())
+    narrow = {n.name or "" for n in graph.graph if dims(n.outputs[0])[0] == "R"}
+    assert UPSTREAM[name] <= narrow
+    assert not any(n.startswith("layers.0.") or ".qkv" in n for n in narrow)
+    # k and v of every token are written: later steps attend to them
+    assert {dims(n.outputs[0])[0] for n in graph.graph if n.op_type == "PagedAttention"} <= {"T"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("fusion", ["conservative", "balanced"])
+def test_picking_rows_early_changes_no_number(name: str, fusion: str) -> None:
+    """A ragged batch, against the same graph before the pass."""
+    model = decoder(CONFIGS[name], ("Q8_0", "F32"))
+    at = next(i for i, p in enumerate(PASSES) if p.name == "upstream-gather")
+    options = replace(EXACT, fusion=fusion, activations="int8")  # type: ignore[arg-type]
+    before = model.clone()
+    edit.name_nodes(before)
+    for step in PASSES[:at]:
+        apply_pass(before, step, options)
+    after = before.clone()
+    apply_pass(after, PASSES[at], options)
+    assert sum(n.op_type.startswith("Gather") for n in after.graph) >= 2
+    for rows in ([0, 6, 7, 10], [10]):
+        sequences = [TOKENS[:7], TOKENS[3:4], TOKENS[2:5]]
+        feeds = step_feeds(before, sequences, blocks=[[9, 1], [5], [0, 7]], logit_rows=rows)
+        expected = run(before, feeds)
+        found = run(after, feeds)
+        for value in expected:  # onnxruntime's products depend on how many rows there are
+            np.testing.assert_allclose(found[value], expected[value], rtol=1e-5, atol=2e-6)
+
+
+def test_what_a_target_cannot_pick_stays() -> None:
+    def supports(query: KernelQuery) -> str | None:
+        return "no" if query.op == "GatherInt8" else None
+
+    graph = run_passes(decoder(CONFIGS["llama"], ("Q8_0",)), PassOptions(supports=supports))
+    found = ops(graph)
+    assert found["Gather"] == 1 and found["GatherInt8"] == 0
+    assert found["PagedAttentionQuantizeInt8"] == 2
 
 
 def test_conservative_readers_share_one_quantizer() -> None:

@@ -29,8 +29,8 @@ from zerolayer.compiler.graph.execute import Executable
 from zerolayer.compiler.lower import LowerOptions, lower
 from zerolayer.compiler.memory import check_plan, plan
 from zerolayer.runtime_stub import driver_cpu
-from zerolayer.runtime_stub.errors import UnsupportedError
-from zerolayer.runtime_stub.step import SamplingParams, StepBatch
+from zerolayer.runtime_stub.errors import UnsupportedError, ZerolayerError
+from zerolayer.runtime_stub.step import LogitRow, SamplingParams, StepBatch
 from zerolayer.targets import cpu, cpu_compile, cpu_rows, families, formats, roofline
 from zerolayer.targets.elf import read_shared_object
 from zerolayer.targets.facts import Target, load_target, resolve_host
@@ -239,7 +239,8 @@ def test_taps_and_times(f32: Built) -> None:
     graph, program, binaries = f32
     weights = packed_weights(graph, program)
     batch = StepBatch()
-    batch.add(array("i", B), 0, array("i", [2]), GREEDY)
+    batch.add(array("i", B), 0, array("i", [2]))
+    batch.rows += [LogitRow(r, GREEDY[0], 0, array("i")) for r in range(len(B))]  # R = T
     taps = np.zeros((3, len(B), 64), np.float32)
     with engine(binaries.files[binaries.entry], weights, program) as run:
         run.step(batch, taps=taps, timed=True)
@@ -250,6 +251,40 @@ def test_taps_and_times(f32: Built) -> None:
     table = formats.dequantize("Q4_1", raw) if raw.dtype == np.uint8 else raw
     np.testing.assert_array_equal(taps[0], np.asarray(table)[B])
     assert np.isfinite(taps).all() and np.abs(taps[2] - taps[1]).max() > 0
+
+
+def test_a_row_has_the_same_bits_whatever_other_rows_have_logits(aggressive: Built) -> None:
+    """The last layer computes for rows with logits alone: all, some, one, or none of a step."""
+    graph, program, binaries = aggressive
+    weights = packed_weights(graph, program)
+    of_b: dict[int, np.ndarray[Any, Any]] = {}
+    with engine(binaries.files[binaries.entry], weights, program, 2) as run:
+        for rows in ([0, 1, 2, 3, 4, 5], [1, 4], [5], []):
+            batch = StepBatch()
+            batch.add(array("i", B), 0, array("i", [5]))
+            batch.rows += [LogitRow(r, GREEDY[0], 0, array("i")) for r in rows]
+            logits = np.zeros((max(1, len(rows)), TINY.vocab_size), np.float32)
+            run.step(batch, logits=logits if rows else None)
+            for row, found in zip(rows, logits, strict=False):
+                assert np.array_equal(of_b.setdefault(row, found), found)
+        after = StepBatch()  # what a step without logits left in the cache
+        after.add(array("i", [9]), len(B), array("i", [5]), GREEDY)
+        run.step(after, logits=logits)
+        whole = StepBatch()
+        whole.add(array("i", [*B, 9]), 0, array("i", [6]), GREEDY)
+        again = np.zeros_like(logits)
+        run.step(whole, logits=again)
+    assert len(of_b) == len(B) and np.array_equal(again, logits)
+
+
+def test_taps_without_every_row_are_refused(f32: Built) -> None:
+    graph, program, binaries = f32
+    weights = packed_weights(graph, program)
+    with engine(binaries.files[binaries.entry], weights, program) as run:
+        batch = StepBatch()
+        batch.add(array("i", B), 0, array("i", [2]), GREEDY)
+        with pytest.raises(ZerolayerError, match="bad argument"):
+            run.step(batch, taps=np.zeros((3, len(B), 64), np.float32))
 
 
 def raw_step(run: driver_cpu.CpuEngine, **changes: Any) -> int:

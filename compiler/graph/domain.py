@@ -70,7 +70,7 @@ Typed = tuple[ir.DataType, Shape]
 ShapeRule = Callable[[OpSignature, Mapping[str, Shape], Mapping[str, object]], list[Typed]]
 
 _STEP = ("positions", "seq_starts", "block_table")
-_INT64_INPUTS = frozenset({"tokens", *_STEP})
+_INT64_INPUTS = frozenset({"tokens", "indices", *_STEP})
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,10 @@ def _x_quantized(sig: OpSignature, i: Mapping[str, Shape], a: Mapping[str, objec
     return _quantized(i["x"])
 
 
+def _picked(sig: OpSignature, i: Mapping[str, Shape], a: Mapping[str, object]) -> list[Typed]:
+    return _quantized((*i["indices"], *i["q"][1:]))
+
+
 def _q_quantized(sig: OpSignature, i: Mapping[str, Shape], a: Mapping[str, object]) -> list[Typed]:
     return _quantized(i["q"])
 
@@ -197,6 +201,7 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
     {
         "Dequantize": Operator(("weight",), ops.dequantize_op, _as_weight, (), _W),
         "QuantizeInt8": Operator(("x",), ops.quantize_op, _x_quantized),
+        "GatherInt8": Operator(("q", "scale", "sums", "indices"), ops.gather_int8, _picked),
         "Embed": Operator(
             ("tokens", "weight"), ops.embed, _as_embed, (("scale", "float"),), _W
         ),
@@ -336,7 +341,8 @@ def input_dtype(op_type: str, name: str) -> ir.DataType:
         return FORMAT_DTYPES[sig.formats[operator.weights.index(name)]]
     if name in _INT64_INPUTS:
         return INT64
-    return INT8 if name == "q" and sig.activations == "int8" else FLOAT
+    quantized = sig.activations == "int8" or "scale" in operator.inputs
+    return INT8 if name == "q" and quantized else FLOAT
 
 
 # --- functions ---------------------------------------------------------------------------------

@@ -107,6 +107,11 @@ def quantize_op(b: Body, sig: OpSignature) -> Outputs:
     return quantize_int8(b, b["x"])
 
 
+def gather_int8(b: Body, sig: OpSignature) -> Outputs:
+    """Rows of a quantized bundle."""
+    return [(f"{name}_rows", b[name].gather(b["indices"])) for name in ("q", "scale", "sums")]
+
+
 def embed(b: Body, sig: OpSignature) -> Outputs:
     rows = b["weight"].gather(b["tokens"])
     return [("y", dequantize(b, sig.formats[0], rows) * b.attribute("scale", "float"))]

@@ -234,6 +234,7 @@ _SIZES: Mapping[str, Sizes] = {
     "PagedAttention": _heads("num_heads"),
     "PagedAttentionQuantizeInt8": _heads("num_heads"),
     "Gather": _gather,
+    "GatherInt8": lambda call: {"C": call.inputs["q"].columns},
     **dict.fromkeys(("Add", "Sub", "Mul", "Div"), _binary),
     **dict.fromkeys(
         ("QuantizeInt8", "RmsNormQuantizeInt8", "LayerNormQuantizeInt8", "RMSNormalization",

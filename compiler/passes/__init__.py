@@ -15,7 +15,7 @@ from zerolayer.compiler.graph import domain
 from zerolayer.compiler.graph.check import check_graph
 from zerolayer.compiler.graph.dump import dump_graph
 
-from . import activations, edit, fuse, paging, screen, shorten, simplify, weights
+from . import activations, edit, fuse, paging, screen, shorten, simplify, upstream, weights
 from .compare import PassComparison, PassReport
 from .options import PassOptions
 
@@ -51,6 +51,8 @@ PASSES: tuple[NamedPass, ...] = (
     NamedPass("fuse-residual", fuse.fuse_residual, "after the MLP is one node"),
     NamedPass("fuse-quantize", fuse.fuse_quantize, "last of them: any producer of int8 may have "
               "changed"),
+    NamedPass("upstream-gather", upstream.upstream_gather, "after fusion, which looks for readers "
+              "that a gather would hide"),
     NamedPass("screen-head", screen.screen_head, "when the projection is final; its bounds are for "
               "one kernel's arithmetic"),
     NamedPass("shorten", shorten.shorten, "last: only products that are final, and not what the "

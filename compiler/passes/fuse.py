@@ -1,7 +1,7 @@
 """Fusion: groups of domain operators that one kernel of the target does at once.
 
 In: the step graph in unfused operators.  Out: the same values, fewer nodes, for fusion levels
-``balanced`` and ``aggressive``.  Next file: ``../lower``.
+``balanced`` and ``aggressive``.  Next file: ``upstream.py``.
 
 Every rule builds the fused node, asks the target's kernel table whether it has a kernel for it, and
 takes it only then.  A value that is fused away must have no other reader.

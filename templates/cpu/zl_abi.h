@@ -63,7 +63,7 @@ typedef struct zl_batch {
   const zl_sampling *sampling; /* [R] or NULL = greedy */
   int32_t *next;               /* [R] or NULL */
   float *logits;               /* [R, vocab] or NULL */
-  float *taps;                 /* [n_taps, T, hidden] or NULL */
+  float *taps;                 /* [n_taps, T, hidden], of steps with R = T, or NULL */
   uint64_t *call_ns;           /* [n_calls] or NULL: wall time of each call, thread 0 */
 } zl_batch;
 

@@ -117,4 +117,17 @@ ZL_KERNEL void zl_gather(const zl_task *t, int64_t rows, const float *x, const i
   }
 }
 
+/* rows of a quantized bundle: q i8[T, C], scale f32[T, C/32], sums f32[T, C/16], index i32[rows] -> the same of [rows] */
+ZL_KERNEL void zl_gather_int8(const zl_task *t, int64_t rows, const int8_t *q, const float *scale, const float *sums,
+                              const int32_t *index, int8_t *yq, float *yscale, float *ysums, int64_t C) {
+  int64_t row, end;
+  zl_share(t, rows, &row, &end);
+  for (; row < end; row++) {
+    const int64_t from = index[row];
+    memcpy(yq + row * C, q + from * C, (size_t)C);
+    memcpy(yscale + row * (C / 32), scale + from * (C / 32), (size_t)(C / 32) * sizeof(float));
+    memcpy(ysums + row * (C / 16), sums + from * (C / 16), (size_t)(C / 16) * sizeof(float));
+  }
+}
+
 #endif
