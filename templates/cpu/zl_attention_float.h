@@ -1,6 +1,10 @@
 /* Attention over an f32 or f16 cache: one chunk of positions at a time, in float32.
  *
  * In: zl_attention.h's types.  Out: zl_scores, zl_softmax_chunk, zl_weigh.  Next file: zl_attention.h.
+ *
+ * The next chunk is asked for line by line in the order of its addresses, each line once and evenly over the loops: a core
+ * has some two dozen misses in flight at most, and what is asked for beyond them waits or is lost (Zen 3: a tenth of the
+ * time of one token's attention, against asking for each row as its counterpart is read).
  */
 #ifndef ZL_ATTENTION_FLOAT_H
 #define ZL_ATTENTION_FLOAT_H
@@ -14,7 +18,7 @@ ZL_KERNEL int zl_sums_at_once(int QB) { return ZL_AVX512 || QB == 1 ? 4 : QB == 
 ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const float *const *q,
                          const zl_chunk_at *at, int64_t vectors, float s[][ZL_CHUNK]) {
   const int64_t step = a->block_size * zl_kv_bytes(a->kv_dtype);
-  const int VB = zl_sums_at_once(QB);
+  const int VB = zl_sums_at_once(QB), lines = step * 2 <= 64 ? 1 : 2; /* of a pair of elements */
   for (int64_t v = 0; v < vectors; v += VB) {
     v16f acc[4][4];
     const char *p[4], *next[4];
@@ -26,18 +30,23 @@ ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const f
       for (int i = 0; i < QB; i++) acc[w][i] = zl_set(0.0f);
     }
     ZL_NO_UNROLL
-    for (int64_t d = 0; d < a->head_dim; d++) {
-      v16f k[4];
+    for (int64_t pair = 0; pair < a->head_dim; pair += 2) {
       ZL_UNROLL
       for (int w = 0; w < VB; w++) {
-        k[w] = zl_kv_load(p[w] + d * step, a->kv_dtype);
-        zl_fetch(next[w] + d * step, fetch);
+        ZL_UNROLL
+        for (int l = 0; l < lines; l++) zl_fetch(next[w] + (pair + l) * step, fetch);
       }
       ZL_UNROLL
-      for (int i = 0; i < QB; i++) {
-        v16f x = zl_set(q[i][d]);
+      for (int64_t d = pair; d < pair + 2; d++) {
+        v16f k[4];
         ZL_UNROLL
-        for (int w = 0; w < VB; w++) acc[w][i] = zl_fma(x, k[w], acc[w][i]);
+        for (int w = 0; w < VB; w++) k[w] = zl_kv_load(p[w] + d * step, a->kv_dtype);
+        ZL_UNROLL
+        for (int i = 0; i < QB; i++) {
+          v16f x = zl_set(q[i][d]);
+          ZL_UNROLL
+          for (int w = 0; w < VB; w++) acc[w][i] = zl_fma(x, k[w], acc[w][i]);
+        }
       }
     }
     ZL_UNROLL
@@ -102,6 +111,7 @@ ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[
                         const zl_chunk_at *at, int64_t positions, float *const *out) {
   const int64_t bytes = zl_kv_bytes(a->kv_dtype), hd = a->head_dim;
   const int WB = zl_sums_at_once(QB);
+  const int64_t step = 16 * WB * bytes; /* of 16 positions' V, which lie together, a step of the loop asks for so many */
   for (int64_t d = 0; d < hd; d += 16 * WB) {
     const int64_t left = (hd - d + 15) / 16, width = left < WB ? left : WB;
     v16f acc[4][4];
@@ -111,22 +121,25 @@ ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[
       for (int w = 0; w < WB; w++)
         acc[i][w] = w < width ? zl_load(out[i] + d + 16 * w) * factor[i] : zl_set(0.0f);
     }
+    const int64_t turn = d / (16 * WB) * 16;
     ZL_NO_UNROLL
-    for (int64_t p = 0; p < positions; p++) {
-      const int64_t offset = ((p % 16) * hd + d) * bytes;
-      const char *row = at->v[p / 16] + offset;
-      v16f x[4];
+    for (int64_t pair = 0; pair < positions; pair += 2) {
       ZL_UNROLL
-      for (int w = 0; w < WB; w++)
-        x[w] = w < width ? zl_kv_load_n(row + 16 * w * bytes, a->kv_dtype, hd - d - 16 * w) : zl_set(0.0f);
+      for (int64_t l = 0; l < 2 * step; l += 64) zl_fetch(at->next_v[pair / 16] + (turn + pair % 16) * step + l, fetch);
       ZL_UNROLL
-      for (int w = 0; w < WB; w++) /* two of 16 halves are a line */
-        if (w < width && (bytes == 4 || w % 2 == 0)) zl_fetch(at->next_v[p / 16] + offset + 16 * w * bytes, fetch);
-      ZL_UNROLL
-      for (int i = 0; i < QB; i++) {
-        v16f e = zl_set(s[i][p]);
+      for (int64_t p = pair; p < pair + 2; p++) {
+        if (p == positions) break;
+        const char *row = at->v[p / 16] + ((p % 16) * hd + d) * bytes;
+        v16f x[4];
         ZL_UNROLL
-        for (int w = 0; w < WB; w++) acc[i][w] = zl_fma(e, x[w], acc[i][w]);
+        for (int w = 0; w < WB; w++)
+          x[w] = w < width ? zl_kv_load_n(row + 16 * w * bytes, a->kv_dtype, hd - d - 16 * w) : zl_set(0.0f);
+        ZL_UNROLL
+        for (int i = 0; i < QB; i++) {
+          v16f e = zl_set(s[i][p]);
+          ZL_UNROLL
+          for (int w = 0; w < WB; w++) acc[i][w] = zl_fma(e, x[w], acc[i][w]);
+        }
       }
     }
     ZL_UNROLL
