@@ -284,39 +284,37 @@ class CpuEngine:
         return memory.address
 
     def _batch_arrays(self) -> None:
-        """Everything a step passes, allocated once at the artifact's limits."""
+        """What a step passes besides the batch's own arrays, allocated once at the artifact's
+        limits.  A step's Python runs from cold caches (a step has just read all weights), so it is
+        as little as can be: the batch's arrays are passed where they lie."""
         info = self.code.info
-        t, s, r = max(1, info.max_tokens), max(1, info.max_seqs), max(1, info.max_logit_rows)
-        self._tokens = (_i32 * t)()
-        self._positions = (_i32 * t)()
-        self._starts = (_i32 * (s + 1))()
+        self._most_tokens, self._most_seqs = info.max_tokens, info.max_seqs
+        self._most_rows = info.max_logit_rows
+        s, r = max(1, info.max_seqs), max(1, info.max_logit_rows)
         self._rows = (_i32 * r)()
         self._next = (_i32 * r)()
         self._sampling = (Sampling * r)()
         self._tables = (_i32 * (s * 16))()
         self._call_ns = (_u64 * max(1, info.n_calls))()
-        self._views = [
-            memoryview(a).cast("B").cast("i")
-            for a in (self._tokens, self._positions, self._starts, self._rows, self._tables)
-        ]
+        self._tables_view = memoryview(self._tables).cast("B").cast("i")
         self._batch = Batch(
-            tokens=ctypes.addressof(self._tokens),
-            positions=ctypes.addressof(self._positions),
-            seq_starts=ctypes.addressof(self._starts),
-            block_table=ctypes.addressof(self._tables),
-            logit_rows=ctypes.addressof(self._rows),
-            next=ctypes.addressof(self._next),
+            logit_rows=ctypes.addressof(self._rows), next=ctypes.addressof(self._next)
         )
+        self._batch_ref = ctypes.byref(self._batch)
 
     def _fill_tables(self, tables: Sequence[Any]) -> int:
-        """Copies the ragged tables into ``[S, B]``; unused columns are 0.  Returns B."""
+        """Makes the ragged tables ``[S, B]``, unused columns 0; one is passed where it lies.
+        Returns B."""
+        if len(tables) == 1 and isinstance(tables[0], array):
+            self._batch.block_table, columns = tables[0].buffer_info()
+            return columns
         columns = max(map(len, tables)) if tables else 0
         need = columns * len(tables)
         if need > len(self._tables):
             self._tables = (_i32 * (2 * need))()
-            self._views[4] = memoryview(self._tables).cast("B").cast("i")
-            self._batch.block_table = ctypes.addressof(self._tables)
-        view = self._views[4]
+            self._tables_view = memoryview(self._tables).cast("B").cast("i")
+        self._batch.block_table = ctypes.addressof(self._tables)
+        view = self._tables_view
         at = 0
         for table in tables:
             n = len(table)
@@ -335,24 +333,31 @@ class CpuEngine:
         batch in which every token has a logit row) are optional writable buffers to fill.
         ``timed`` fills :attr:`call_ns`.
         """
-        info, c = self.code.info, self._batch
+        c = self._batch
         n_t, n_s, n_r = len(batch.tokens), len(batch.block_tables), len(batch.rows)
-        if n_t > info.max_tokens or n_s > info.max_seqs or n_r > info.max_logit_rows:
+        if n_t > self._most_tokens or n_s > self._most_seqs or n_r > self._most_rows:
             check_status(2, f"a step of {n_t} tokens, {n_s} sequences, {n_r} logit rows")
-        tokens, positions, starts, rows, _ = self._views
-        tokens[:n_t] = batch.tokens
-        positions[:n_t] = batch.positions
-        starts[: n_s + 1] = batch.seq_starts
-        rows[:n_r] = array("i", [r.row for r in batch.rows])
         c.n_tokens, c.n_seqs, c.n_logit_rows = n_t, n_s, n_r
+        c.tokens = batch.tokens.buffer_info()[0]
+        c.positions = batch.positions.buffer_info()[0]
+        c.seq_starts = batch.seq_starts.buffer_info()[0]
         c.max_blocks = self._fill_tables(batch.block_tables)
-        greedy = all(r.params.plain_greedy for r in batch.rows)
+        rows, greedy = self._rows, True
+        for i, row in enumerate(batch.rows):
+            rows[i] = row.row
+            greedy = greedy and row.params.plain_greedy
         c.sampling = None if greedy else self._fill_sampling(batch)
         c.call_ns = ctypes.addressof(self._call_ns) if timed else None
-        c.logits = _writable(logits, 4 * n_r * info.vocab_size, "logits")
-        c.taps = _writable(taps, 4 * info.n_taps * n_t * info.hidden_size, "taps")
-        check_status(self.code.lib.zl_step(self._engine, ctypes.byref(c)), "step")
-        return list(self._next[:n_r])
+        if logits is None and taps is None:
+            c.logits = c.taps = None
+        else:
+            info = self.code.info
+            c.logits = _writable(logits, 4 * n_r * info.vocab_size, "logits")
+            c.taps = _writable(taps, 4 * info.n_taps * n_t * info.hidden_size, "taps")
+        status = self.code.lib.zl_step(self._engine, self._batch_ref)
+        if status:
+            check_status(status, "step")
+        return self._next[:n_r]
 
     def _fill_sampling(self, batch: StepBatch) -> int:
         for i, row in enumerate(batch.rows):

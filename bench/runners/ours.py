@@ -47,14 +47,10 @@ class Runner:
     def __init__(self, session: Session, options: Any) -> None:
         limits = session.limits()
         self.limit = min(512, limits.max_tokens)
-        self.block = limits.block_size
-        self.each = session.memory.blocks_for(options.prompt + options.new + 2)
-        self.engine = session.start(self.each * options.batch, options.threads)
-
-    def table(self, sequence: int, positions: int) -> array[int]:
-        """The blocks that hold the first ``positions`` of a sequence."""
-        first = sequence * self.each
-        return array("i", range(first, first + -(-positions // self.block)))
+        each = session.memory.blocks_for(options.prompt + options.new + 2)
+        self.engine = session.start(each * options.batch, options.threads)
+        #: the blocks of each sequence, more than it needs before its last token
+        self.tables = [array("i", range(each * s, each * (s + 1))) for s in range(options.batch)]
 
     def prefill(self, sequences: Sequence[Sequence[int]], timed: bool = False) -> list[int]:
         """The next token of each sequence."""
@@ -64,7 +60,7 @@ class Runner:
             for s, at, part in step:
                 end = at + len(part)
                 row = ROW if end == len(sequences[s]) else None
-                batch.add(array("i", part), at, self.table(s, end), row)
+                batch.add(array("i", part), at, self.tables[s], row)
             out += self.engine.step(batch, timed=timed)[: len(batch.rows)]
         return out
 
@@ -72,7 +68,7 @@ class Runner:
         """One more token of each sequence."""
         batch = StepBatch()
         for s, token in enumerate(tokens):
-            batch.add(array("i", (token,)), position, self.table(s, position + 1), ROW)
+            batch.add(array("i", (token,)), position, self.tables[s], ROW)
         return list(self.engine.step(batch, timed=timed)[: len(tokens)])
 
 

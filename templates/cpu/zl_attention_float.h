@@ -33,11 +33,11 @@ ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const f
     for (int64_t pair = 0; pair < a->head_dim; pair += 2) {
       ZL_UNROLL
       for (int w = 0; w < VB; w++) {
-        ZL_UNROLL
         for (int l = 0; l < lines; l++) zl_fetch(next[w] + (pair + l) * step, fetch);
       }
       ZL_UNROLL
-      for (int64_t d = pair; d < pair + 2; d++) {
+      for (int h = 0; h < 2; h++) {
+        const int64_t d = pair + h;
         v16f k[4];
         ZL_UNROLL
         for (int w = 0; w < VB; w++) k[w] = zl_kv_load(p[w] + d * step, a->kv_dtype);
@@ -124,10 +124,10 @@ ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[
     const int64_t turn = d / (16 * WB) * 16;
     ZL_NO_UNROLL
     for (int64_t pair = 0; pair < positions; pair += 2) {
-      ZL_UNROLL
       for (int64_t l = 0; l < 2 * step; l += 64) zl_fetch(at->next_v[pair / 16] + (turn + pair % 16) * step + l, fetch);
       ZL_UNROLL
-      for (int64_t p = pair; p < pair + 2; p++) {
+      for (int h = 0; h < 2; h++) {
+        const int64_t p = pair + h;
         if (p == positions) break;
         const char *row = at->v[p / 16] + ((p % 16) * hd + d) * bytes;
         v16f x[4];
