@@ -17,15 +17,19 @@ ZL_KERNEL int zl_sums_at_once(int QB) { return ZL_AVX512 || QB == 1 ? 4 : QB == 
  * apart. */
 ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const float *const *q,
                          const zl_chunk_at *at, int64_t vectors, float s[][ZL_CHUNK]) {
-  const int64_t step = a->block_size * zl_kv_bytes(a->kv_dtype);
-  const int VB = zl_sums_at_once(QB), lines = step * 2 <= 64 ? 1 : 2; /* of a pair of elements */
+  const int64_t bytes = zl_kv_bytes(a->kv_dtype), step = a->block_size * bytes;
+  /* positions of a chunk that lie together, in bytes of a row, and vectors that are made of them */
+  const int64_t run = (a->block_size < ZL_CHUNK ? a->block_size : ZL_CHUNK) * bytes, groups = run / (16 * bytes);
+  const int VB = zl_sums_at_once(QB);
   for (int64_t v = 0; v < vectors; v += VB) {
     v16f acc[4][4];
-    const char *p[4], *next[4];
+    const char *p[4], *next[4]; /* next: of its rows, which vectors share, each asks for an equal share */
+    int64_t share[4];
     ZL_UNROLL
     for (int w = 0; w < VB; w++) { /* past the last: read the last again, store nothing */
       p[w] = at->k[v + w < vectors ? v + w : vectors - 1];
-      next[w] = at->next_k[v + w < vectors ? v + w : vectors - 1];
+      next[w] = at->next_k[v + w < vectors ? v + w : vectors - 1] - (v + w) % groups * 16 * bytes;
+      share[w] = (v + w) % groups * a->head_dim * 16 * bytes;
       ZL_UNROLL
       for (int i = 0; i < QB; i++) acc[w][i] = zl_set(0.0f);
     }
@@ -33,7 +37,10 @@ ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const f
     for (int64_t pair = 0; pair < a->head_dim; pair += 2) {
       ZL_UNROLL
       for (int w = 0; w < VB; w++) {
-        for (int l = 0; l < lines; l++) zl_fetch(next[w] + (pair + l) * step, fetch);
+        for (int64_t l = 0; l < 32 * bytes; l += 64) {
+          const int64_t from = share[w] + pair * 16 * bytes + l;
+          zl_fetch(next[w] + from / run * step + from % run, fetch);
+        }
       }
       ZL_UNROLL
       for (int h = 0; h < 2; h++) {
