@@ -241,8 +241,8 @@ _CPU = Family(
         "memory_rate_mts": FactKind("MT/s", 400, 20000),
         "memory_bandwidth_gbps": FactKind("GB/s", 3, 10000, whole=False),
         "sve_bits": FactKind("bit", 128, 2048, required=False),
-        # how far ahead one or two tokens ask for weights; without it they leave it to the machine
-        "stream_prefetch_bytes": FactKind("byte", 64, 1 * MIB, required=False),
+        # how far ahead one or two tokens ask for weights; without it, or 0: left to the machine
+        "stream_prefetch_bytes": FactKind("byte", 0, 1 * MIB, required=False),
     },
     archs=frozenset({"x86_64", "aarch64"}),
     features=X86_FEATURES | ARM_FEATURES,

@@ -144,6 +144,15 @@ def test_weights_of_one_token_are_asked_for_where_the_target_says_so(name: str, 
     assert facts.get("stream_prefetch_bytes", 0) == ahead
 
 
+def test_a_child_may_leave_weights_to_the_machine(tmp_path: Path) -> None:
+    fact = "stream_prefetch_bytes: {value: 0, unit: byte, source: a test}"
+    file = tmp_path / "quiet.yaml"
+    file.write_text(f"name: quiet\nfamily: cpu\nextends: zen3\nfacts:\n  {fact}\n")
+    target = small(load_target(file))
+    _, program = step_program(tiny_decoder(), target, "int8", "aggressive")
+    assert "#define ZL_STREAM_BYTES 0 " in cpu.render(program, target)[0]
+
+
 def test_a_hostile_model_name_stays_a_name() -> None:
     name = 'x*/ int main(void){} /*"\\\n#include "/etc/passwd"\n%s \u00e9'
     _, program = step_program(tiny_decoder(), HOST, "f32")

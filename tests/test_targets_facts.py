@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerolayer.runtime_stub.errors import HardwareMismatchError, InputFileError, UsageError
 from zerolayer.targets import facts, yaml_file
-from zerolayer.targets.facts_schema import FAMILIES
+from zerolayer.targets.facts_schema import DEFAULTS, FAMILIES
 
 H100 = """\
 name: h100-sxm
@@ -268,6 +268,16 @@ def test_a_consistent_child(tmp_path: Path) -> None:
     target = facts.load_target(write(tmp_path, text))
     assert target.features == features_of("zen4")
     assert target.fact("cores").value == 16 and target.fact("l2_bytes").value == 1 << 20
+
+
+def test_the_documented_file_is_one(tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "targets.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    target = facts.load_target(write(tmp_path, example))
+    assert target.features == features_of("zen4") and target.default("max_seqs") == 8
+    assert target.fact("memory_bandwidth_gbps").value == 2 * 5200 * 64 / 8000
+    row = next(line for line in text.splitlines() if line.startswith("| `defaults`"))
+    assert {n for n in re.findall(r"`(\w+)`", row) if n != "defaults"} == set(DEFAULTS)
 
 
 # --- extends ------------------------------------------------------------------------------------
