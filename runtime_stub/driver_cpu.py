@@ -286,7 +286,7 @@ class CpuEngine:
     def _batch_arrays(self) -> None:
         """What a step passes besides the batch's own arrays, allocated once at the artifact's
         limits.  A step's Python runs from cold caches (a step has just read all weights), so it is
-        as little as can be: the batch's arrays are passed where they lie."""
+        as little as can be: the batch's own arrays are passed where they are."""
         info = self.code.info
         self._most_tokens, self._most_seqs = info.max_tokens, info.max_seqs
         self._most_rows = info.max_logit_rows
@@ -298,22 +298,20 @@ class CpuEngine:
         self._call_ns = (_u64 * max(1, info.n_calls))()
         self._tables_view = memoryview(self._tables).cast("B").cast("i")
         self._batch = Batch(
-            logit_rows=ctypes.addressof(self._rows), next=ctypes.addressof(self._next)
+            block_table=ctypes.addressof(self._tables),
+            logit_rows=ctypes.addressof(self._rows),
+            next=ctypes.addressof(self._next),
         )
         self._batch_ref = ctypes.byref(self._batch)
 
     def _fill_tables(self, tables: Sequence[Any]) -> int:
-        """Makes the ragged tables ``[S, B]``, unused columns 0; one is passed where it lies.
-        Returns B."""
-        if len(tables) == 1 and isinstance(tables[0], array):
-            self._batch.block_table, columns = tables[0].buffer_info()
-            return columns
+        """Copies the ragged tables into ``[S, B]``; unused columns are 0.  Returns B."""
         columns = max(map(len, tables)) if tables else 0
         need = columns * len(tables)
         if need > len(self._tables):
             self._tables = (_i32 * (2 * need))()
             self._tables_view = memoryview(self._tables).cast("B").cast("i")
-        self._batch.block_table = ctypes.addressof(self._tables)
+            self._batch.block_table = ctypes.addressof(self._tables)
         view = self._tables_view
         at = 0
         for table in tables:
@@ -331,12 +329,15 @@ class CpuEngine:
 
         ``logits`` (float32 ``[R, vocab]``) and ``taps`` (float32 ``[n_taps, T, hidden]``, of a
         batch in which every token has a logit row) are optional writable buffers to fill.
-        ``timed`` fills :attr:`call_ns`.
+        ``timed`` fills :attr:`call_ns`.  The batch must not change meanwhile: its tokens,
+        positions and sequence starts are read where they are.
         """
         c = self._batch
         n_t, n_s, n_r = len(batch.tokens), len(batch.block_tables), len(batch.rows)
         if n_t > self._most_tokens or n_s > self._most_seqs or n_r > self._most_rows:
             check_status(2, f"a step of {n_t} tokens, {n_s} sequences, {n_r} logit rows")
+        if len(batch.positions) != n_t or len(batch.seq_starts) != n_s + 1:
+            check_status(1, "a step whose tokens, positions and sequences do not fit together")
         c.n_tokens, c.n_seqs, c.n_logit_rows = n_t, n_s, n_r
         c.tokens = batch.tokens.buffer_info()[0]
         c.positions = batch.positions.buffer_info()[0]

@@ -36,7 +36,7 @@ def phase_of(call: dict[str, Any]) -> str:
         return MLP
     if "Linear" in op or op.startswith("Qkv"):
         return PROJECTIONS if "attn" in parts else LM_HEAD if call.get("rows") == "R" else OTHER
-    return LM_HEAD if call.get("rows") == "R" else OTHER
+    return LM_HEAD if call.get("rows") == "R" and call.get("layer") is None else OTHER
 
 
 def group_of(call: dict[str, Any]) -> str:

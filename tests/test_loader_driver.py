@@ -105,9 +105,8 @@ def test_scheduler_on_the_driver(code_bytes: bytes) -> None:
 def test_optional_outputs(engine: CpuEngine) -> None:
     logits = (ctypes.c_float * loader_fake.VOCAB)()
     taps = bytearray(4 * 3 * 2)
-    token = engine.step(batch_of(([1, 2, 3], 0, [0], True)), logits=logits, taps=taps, timed=True)[
-        0
-    ]
+    one = batch_of(([1, 2, 3], 0, [0], True))
+    token = engine.step(one, logits=logits, taps=taps, timed=True)[0]
     assert [i for i, v in enumerate(logits) if v] == [token]
     assert array("f", bytes(taps)).tolist() == [0, 1, 2, 3, 4, 5]
     assert engine.call_ns == [1000, 2000, 3000]

@@ -148,6 +148,35 @@ def test_picking_rows_early_changes_no_number(name: str, fusion: str) -> None:
             np.testing.assert_allclose(found[value], expected[value], rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("activations", ["int8", "f32"])
+def test_one_layer_is_the_first_and_the_last(activations: str) -> None:
+    one = replace(CONFIGS["llama"], layers=CONFIGS["llama"].layers[:1])
+    model = decoder(one, ("F32",))
+    options = replace(EXACT, activations=activations)  # type: ignore[arg-type]
+    graph = run_passes(model, options)
+    assert "layers.0.mlp.gated" in {n.name for n in graph.graph if dims(n.outputs[0])[0] == "R"}
+    found = run(graph, step_feeds(graph, [TOKENS], logit_rows=[10]), ["logits"])["logits"]
+    expected = run(model, frontend_feeds(TOKENS))["logits"][10:]
+    assert error(found, expected) < (2e-6 if activations == "f32" else 0.05)
+
+
+def test_only_a_decoders_rows_move() -> None:
+    """A graph that happens to have such an input keeps its shapes."""
+    x = value_like("x", ir.DataType.FLOAT, ["T", 8])
+    rows = value_like("logit_rows", ir.DataType.INT64, ["N"])
+    weight = ir.Value(name="w", const_value=ir.tensor(np.eye(8, dtype=np.float32), name="w"),
+                      type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([8, 8]))  # fmt: skip
+    y = edit.new_node("", "Gemm", [x, weight], {"transB": 1}, "gemm",
+                      [value_like("h", ir.DataType.FLOAT, ["T", 8])])  # fmt: skip
+    picked = edit.new_node("", "Gather", [y.outputs[0], rows], {"axis": 0}, "pick",
+                           [value_like("y", ir.DataType.FLOAT, ["N", 8])])  # fmt: skip
+    graph = ir.Graph([x, rows], picked.outputs, nodes=[y, picked], initializers=[weight],
+                     opset_imports={"": 24}, name="plain")  # fmt: skip
+    found = run_passes(ir.Model(graph, ir_version=11), EXACT).graph
+    assert [n.op_type for n in found] == ["Linear_F32_f32", "Gather"]
+    assert dims(found.outputs[0]) == ("N", 8)
+
+
 def test_what_a_target_cannot_pick_stays() -> None:
     def supports(query: KernelQuery) -> str | None:
         return "no" if query.op == "GatherInt8" else None
@@ -155,6 +184,8 @@ def test_what_a_target_cannot_pick_stays() -> None:
     graph = run_passes(decoder(CONFIGS["llama"], ("Q8_0",)), PassOptions(supports=supports))
     found = ops(graph)
     assert found["Gather"] == 1 and found["GatherInt8"] == 0
+    (rows,) = (v for v in graph.graph.inputs if v.name == "logit_rows")
+    assert len(rows.uses()) == 1
     assert found["PagedAttentionQuantizeInt8"] == 2
 
 

@@ -286,12 +286,27 @@ def test_a_row_has_the_same_bits_whatever_other_rows_have_logits(aggressive: Bui
     assert len(of_b) == len(B) and np.array_equal(again, logits)
 
 
+def test_arrays_that_do_not_fit_together_are_refused(f32: Built) -> None:
+    graph, program, binaries = f32
+    weights = packed_weights(graph, program)
+    with engine(binaries.files[binaries.entry], weights, program) as run:
+        for name in ("positions", "seq_starts"):
+            batch = StepBatch()
+            batch.add(array("i", B), 0, array("i", [2]), GREEDY)
+            getattr(batch, name).pop()
+            with pytest.raises(ZerolayerError, match="fit together"):
+                run.step(batch)
+
+
 def test_taps_without_every_row_are_refused(f32: Built) -> None:
     graph, program, binaries = f32
     weights = packed_weights(graph, program)
     with engine(binaries.files[binaries.entry], weights, program) as run:
         batch = StepBatch()
         batch.add(array("i", B), 0, array("i", [2]), GREEDY)
+        with pytest.raises(ZerolayerError, match="bad argument"):
+            run.step(batch, taps=np.zeros((3, len(B), 64), np.float32))
+        batch.rows = [LogitRow(r, GREEDY[0], 0, array("i")) for r in (0, 0, 2, 3, 4, 5)]
         with pytest.raises(ZerolayerError, match="bad argument"):
             run.step(batch, taps=np.zeros((3, len(B), 64), np.float32))
 

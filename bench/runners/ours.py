@@ -47,7 +47,7 @@ class Runner:
     def __init__(self, session: Session, options: Any) -> None:
         limits = session.limits()
         self.limit = min(512, limits.max_tokens)
-        each = session.memory.blocks_for(options.prompt + options.new + 2)
+        each = session.memory.blocks_for(options.prompt + options.new)
         self.engine = session.start(each * options.batch, options.threads)
         #: the blocks of each sequence, more than it needs before its last token
         self.tables = [array("i", range(each * s, each * (s + 1))) for s in range(options.batch)]

@@ -14,8 +14,19 @@ from __future__ import annotations
 import onnx_ir as ir
 from zerolayer.compiler.graph import domain
 
-from .edit import bundle, dims, domain_base, domain_node, integer, new_node, supersede, value_like
+from .edit import (
+    bundle,
+    dims,
+    discard,
+    domain_base,
+    domain_node,
+    integer,
+    new_node,
+    supersede,
+    value_like,
+)
 from .options import PassOptions, supported
+from .paging import is_decoder
 
 #: operators that make row t of their outputs from row t of their inputs alone
 _BY_ROW = frozenset({"Add", "Div", "Gelu", "Mul", "Relu", "Sub", "Swish", "Tanh"})
@@ -31,6 +42,8 @@ def upstream_gather(model: ir.Model, options: PassOptions) -> None:
 
     Nothing changes where no linear layer would move, or where the target cannot pick rows of int8.
     """
+    if not is_decoder(model):
+        return
     graph = model.graph
     rows = next((v for v in graph.inputs if v.name == "logit_rows"), None)
     picks = [] if rows is None else [u.node for u in rows.uses() if u.node.op_type == "Gather"]
@@ -42,6 +55,8 @@ def upstream_gather(model: ir.Model, options: PassOptions) -> None:
         return
     gathers = [(node, _gather(node, group, rows)) for node, group in _edge(moved, dims(tap)[0])]
     if not all(g.op_type == "Gather" or supported(g, options) for _, g in gathers):
+        for _, gather in gathers:
+            discard(gather)
         return
     for node, gather in gathers:
         graph.insert_before(node, gather)
@@ -70,6 +85,8 @@ def _works_by_row(node: ir.Node, tokens: int | str | None) -> bool:
     operands = [v for v in node.inputs if v is not None and not v.is_initializer()]
     if not all(_has_rows(v, tokens) for v in (*operands, *node.outputs)):
         return False
+    if len({len(dims(v)) for v in (*operands, *node.outputs)}) != 1:
+        return False  # of unlike ranks, a row of one may meet all rows of the other
     if node.domain == domain.DOMAIN:
         return domain_base(node) in _BY_ROW_OF_DOMAIN
     if node.op_type in _NORMS:

@@ -146,13 +146,13 @@ typedef struct zl_chunk_at {
 
 #define ZL_FETCH_L2 1
 #define ZL_FETCH_L1 2
-ZL_KERNEL void zl_fetch(const char *p, int fetch) {
-  if (fetch == ZL_FETCH_L2) __builtin_prefetch(p, 0, 2);
-  if (fetch == ZL_FETCH_L1) __builtin_prefetch(p, 0, 3);
+ZL_KERNEL void zl_fetch(uintptr_t at, int fetch) {
+  if (fetch == ZL_FETCH_L2) __builtin_prefetch((const char *)at, 0, 2);
+  if (fetch == ZL_FETCH_L1) __builtin_prefetch((const char *)at, 0, 3);
 }
 
 /* The chunk at c0 and the one after it, of a context that ends at `end`; past it the nearest positions before it again,
- * masked later.  The next chunk is only asked for: where it has fewer positions, anything that exists will do. */
+ * masked later.  The next chunk is only asked for: where it has fewer blocks, anything that exists will do. */
 ZL_KERNEL void zl_locate_chunk(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, const char *k,
                                const char *v, int64_t c0, int64_t end, zl_chunk_at *at) {
   const int64_t hd = a->head_dim, bs = a->block_size, bytes = zl_kv_bytes(a->kv_dtype);
@@ -163,7 +163,7 @@ ZL_KERNEL void zl_locate_chunk(const zl_task *t, const zl_attention_shape *a, co
   const int64_t next_c0 = turn ? tile->from[0] / ZL_CHUNK * ZL_CHUNK : c0 + ZL_CHUNK;
   for (int64_t i = 0; i < ZL_CHUNK / 16; i++) {
     const int64_t p = c0 + (c0 + 16 * i <= end ? 16 * i : 0);
-    const int64_t next = next_c0 + 16 * i <= end ? next_c0 + 16 * i : p;
+    const int64_t next = (next_c0 + 16 * i) / bs <= end / bs ? next_c0 + 16 * i : p; /* rows of keys are a block's */
     at->k[i] = zl_kv_at(t, k, tile->seq, p / bs) + head + p % bs * k_bytes;
     at->v[i] = zl_kv_at(t, v, tile->seq, p / bs) + head + p % bs * hd * bytes;
     at->next_k[i] = zl_kv_at(t, k, tile->seq, next / bs) + next_head + next % bs * k_bytes;

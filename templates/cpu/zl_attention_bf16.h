@@ -65,7 +65,7 @@ ZL_KERNEL void zl_dots_bf16(const zl_attention_shape *a, int QB, int vectors, in
     ZL_UNROLL
     for (int v = 0; v < vectors; v++) {
       const v16i k = (v16i)zl_load((const float *)(const void *)(at->k[v] + d * step));
-      zl_fetch(at->next_k[v] + d * step, fetch);
+      zl_fetch((uintptr_t)(at->next_k[v] + d * step), fetch);
       ZL_UNROLL
       for (int i = 0; i < QB; i++) acc[v][i] = zl_dot_pair(acc[v][i], k, q[i][d]);
     }
@@ -206,7 +206,7 @@ ZL_KERNEL void zl_weigh_bf16(const zl_attention_shape *a, int QB, int fetch, con
       zl_weigh_pair(QB, acc, p, j, at->v[j / 8] + offset, width, left, 0);
       ZL_UNROLL
       for (int w = 0; w < 4; w++)
-        if (w < width) zl_fetch(at->next_v[j / 8] + offset + 64 * w, fetch);
+        if (w < width) zl_fetch((uintptr_t)(at->next_v[j / 8] + offset + 64 * w), fetch);
     }
     if (positions % 2) zl_weigh_pair(QB, acc, p, pairs, at->v[pairs / 8] + ((pairs % 8) * hd + d) * 4, width, left, 1);
     ZL_UNROLL

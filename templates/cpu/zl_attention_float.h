@@ -4,7 +4,8 @@
  *
  * The next chunk is asked for line by line in the order of its addresses, each line once and evenly over the loops: a core
  * has some two dozen misses in flight at most, and what is asked for beyond them waits or is lost (Zen 3: a tenth of the
- * time of one token's attention, against asking for each row as its counterpart is read).
+ * time of one token's attention, against asking for each row as its counterpart is read).  A context's last chunk may be
+ * short; it asks for as much.
  */
 #ifndef ZL_ATTENTION_FLOAT_H
 #define ZL_ATTENTION_FLOAT_H
@@ -13,23 +14,31 @@
  * all at most.  Eight chains of multiply-adds hide their latency. */
 ZL_KERNEL int zl_sums_at_once(int QB) { return ZL_AVX512 || QB == 1 ? 4 : QB == 2 ? 2 : 1; }
 
+/* Asks for the keys of 16 positions, number i of a chunk, two elements a call.  Their rows are those of the block, which
+ * other vectors share: each has an equal share of the rows, to the block's end.  Addresses are integers: past the
+ * positions that exist there may be no memory to point at. */
+ZL_KERNEL void zl_fetch_keys(const zl_attention_shape *a, const char *k, int64_t i, int64_t element, int fetch) {
+  const int64_t bytes = zl_kv_bytes(a->kv_dtype), step = a->block_size * bytes;
+  const int64_t run = (a->block_size < ZL_CHUNK ? a->block_size : ZL_CHUNK) * bytes, among = i % (run / (16 * bytes));
+  for (int64_t l = 0; l < 32 * bytes; l += 64) {
+    const int64_t from = (among * a->head_dim + element) * 16 * bytes + l;
+    zl_fetch((uintptr_t)k + (uintptr_t)(from / run * step + from % run - among * 16 * bytes), fetch);
+  }
+}
+
 /* s[i][16 v ..] = scores of QB queries for the 16 positions at at->k[v], which points at K[0][offset], rows block_size
  * apart. */
 ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const float *const *q,
                          const zl_chunk_at *at, int64_t vectors, float s[][ZL_CHUNK]) {
   const int64_t bytes = zl_kv_bytes(a->kv_dtype), step = a->block_size * bytes;
-  /* positions of a chunk that lie together, in bytes of a row, and vectors that are made of them */
-  const int64_t run = (a->block_size < ZL_CHUNK ? a->block_size : ZL_CHUNK) * bytes, groups = run / (16 * bytes);
   const int VB = zl_sums_at_once(QB);
+  const int64_t turns = (vectors + VB - 1) / VB * VB;
   for (int64_t v = 0; v < vectors; v += VB) {
     v16f acc[4][4];
-    const char *p[4], *next[4]; /* next: of its rows, which vectors share, each asks for an equal share */
-    int64_t share[4];
+    const char *p[4];
     ZL_UNROLL
     for (int w = 0; w < VB; w++) { /* past the last: read the last again, store nothing */
       p[w] = at->k[v + w < vectors ? v + w : vectors - 1];
-      next[w] = at->next_k[v + w < vectors ? v + w : vectors - 1] - (v + w) % groups * 16 * bytes;
-      share[w] = (v + w) % groups * a->head_dim * 16 * bytes;
       ZL_UNROLL
       for (int i = 0; i < QB; i++) acc[w][i] = zl_set(0.0f);
     }
@@ -37,10 +46,7 @@ ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const f
     for (int64_t pair = 0; pair < a->head_dim; pair += 2) {
       ZL_UNROLL
       for (int w = 0; w < VB; w++) {
-        for (int64_t l = 0; l < 32 * bytes; l += 64) {
-          const int64_t from = share[w] + pair * 16 * bytes + l;
-          zl_fetch(next[w] + from / run * step + from % run, fetch);
-        }
+        for (int64_t i = v + w; fetch && i < ZL_CHUNK / 16; i += turns) zl_fetch_keys(a, at->next_k[i], i, pair, fetch);
       }
       ZL_UNROLL
       for (int h = 0; h < 2; h++) {
@@ -131,7 +137,9 @@ ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[
     const int64_t turn = d / (16 * WB) * 16;
     ZL_NO_UNROLL
     for (int64_t pair = 0; pair < positions; pair += 2) {
-      for (int64_t l = 0; l < 2 * step; l += 64) zl_fetch(at->next_v[pair / 16] + (turn + pair % 16) * step + l, fetch);
+      for (int64_t i = pair / 16; fetch && i < ZL_CHUNK / 16; i += (positions + 15) / 16)
+        for (int64_t l = 0; l < 2 * step; l += 64)
+          zl_fetch((uintptr_t)at->next_v[i] + (uintptr_t)((turn + pair % 16) * step + l), fetch);
       ZL_UNROLL
       for (int h = 0; h < 2; h++) {
         const int64_t p = pair + h;

@@ -2,7 +2,7 @@
  *
  * In: zl_math.h.  Out: the kernels.  Next file: zl_sample.h.
  *
- * Operands are rows x C float32; work is split into runs of 16 elements over all rows.
+ * Operands are rows x C float32; work is split into runs of 16 elements over all rows.  Rows of int8 are picked whole.
  */
 #ifndef ZL_ELEMENTWISE_H
 #define ZL_ELEMENTWISE_H

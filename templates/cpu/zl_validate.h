@@ -43,7 +43,7 @@ static int32_t zl_validate_batch(const zl_module_info *info, uint64_t kv_blocks,
     return ZL_OVER_LIMIT;
   if (!b->tokens || !b->positions || !b->seq_starts) return ZL_BAD_ARGUMENT;
   if (b->n_logit_rows > 0 && (!b->logit_rows || (!b->next && !b->logits))) return ZL_BAD_ARGUMENT;
-  if (b->taps && b->n_logit_rows != b->n_tokens) return ZL_BAD_ARGUMENT; /* the last layer makes no other rows */
+  if (b->taps && b->n_logit_rows != b->n_tokens) return ZL_BAD_ARGUMENT;
   if (b->seq_starts[0] != 0 || b->seq_starts[b->n_seqs] != b->n_tokens) return ZL_BAD_ARGUMENT;
   for (int32_t s = 0; s < b->n_seqs; s++) /* with the ends fixed, ascending means in range */
     if (b->seq_starts[s + 1] < b->seq_starts[s]) return ZL_BAD_ARGUMENT;
@@ -59,6 +59,7 @@ static int32_t zl_validate_batch(const zl_module_info *info, uint64_t kv_blocks,
   for (int32_t r = 0; r < b->n_logit_rows; r++) {
     if (b->logit_rows[r] < 0 || b->logit_rows[r] >= b->n_tokens) return ZL_BAD_ARGUMENT;
     if (r > 0 && b->logit_rows[r] < b->logit_rows[r - 1]) return ZL_BAD_ARGUMENT;
+    if (b->taps && b->logit_rows[r] != r) return ZL_BAD_ARGUMENT; /* the last layer makes these rows and no others */
   }
   return b->n_logit_rows > 0 && b->sampling ? zl_validate_sampling(b, info->vocab_size) : ZL_OK;
 }
