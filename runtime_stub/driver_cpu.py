@@ -358,7 +358,8 @@ class CpuEngine:
         status = self.code.lib.zl_step(self._engine, self._batch_ref)
         if status:
             check_status(status, "step")
-        return self._next[:n_r]
+        chosen: list[int] = self._next[:n_r]
+        return chosen
 
     def _fill_sampling(self, batch: StepBatch) -> int:
         for i, row in enumerate(batch.rows):
