@@ -92,7 +92,7 @@ def verdict_row(v: Verdict) -> str:
     ratio = "-" if v.ratio is None else f"**{v.ratio:.2f}x**"
     roof = "-" if v.roof is None else f"{percent(v.roof)} of {ROOFS[line.roof]}"
     met = {None: "-", True: "yes", False: "no"}[v.met]
-    between = "-" if v.interval is None else f"{v.interval[0]:.2f}-{v.interval[1]:.2f}"
+    between = spread(v)
     cells = [line.work, ratio, between, wanted(line), met, roof, *sides]
     return "| " + " | ".join(cells) + " |"
 
@@ -277,6 +277,11 @@ def measured(results: Results) -> str:
     return " ".join(facts)
 
 
+def spread(v: Verdict) -> str:
+    """The interval of a ratio, as the tables have it."""
+    return "-" if v.interval is None else f"{v.interval[0]:.2f}-{v.interval[1]:.2f}"
+
+
 README_LINES = (
     "decode, SmolLM2 Q4_1, same file, 2 threads",
     "decode, SmolLM2, 4-bit, 2 threads",
@@ -303,7 +308,7 @@ def write_readme(results: Results, verdicts: Sequence[Verdict], path: Path) -> N
     met their goal.
     """
     measured = [
-        (v, v.ratio, f"{v.ours[0].label} | {v.peer[0].name}")
+        (v, v.ratio, f"{spread(v)} | {v.ours[0].label} | {v.peer[0].name}")
         for v in verdicts
         if v.ratio is not None and v.ours and v.peer
     ]
@@ -323,7 +328,13 @@ def write_readme(results: Results, verdicts: Sequence[Verdict], path: Path) -> N
     _old, ended, after = rest.partition(RATIOS[1])
     if rows and found and ended:
         table = "\n".join(
-            ["| work | ratio | ours | best peer |", "|---|---|---|---|", *rows, "", tail]
+            [
+                "| work | ratio | 90 % interval | ours | best peer |",
+                "|---|---|---|---|---|",
+                *rows,
+                "",
+                tail,
+            ]
         )
         path.write_text(f"{before}{RATIOS[0]}{table}\n{RATIOS[1]}{after}", encoding="utf-8")
 
