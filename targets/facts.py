@@ -25,7 +25,7 @@ from .yaml_file import MAX_BYTES, Node, parse
 HARDWARE = Path(__file__).parent / "hardware"
 MAX_EXTENDS = 8
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}\Z")
-_MCPU = re.compile(r"[a-z0-9][a-z0-9_]{0,63}\Z")
+KV_BLOCK_STEP = 16  # positions that a CPU kernel computes at once
 _SECTIONS = frozenset(
     {"name", "family", "description", "extends", "facts", "requires", "defaults", "build"}
 )
@@ -133,10 +133,12 @@ class _Raw:
     arch: str = ""
     os: str = "linux"
     mcpu: str = ""
+    mcpu_where: str = ""  # file:line, as all of these
     facts: dict[str, Fact] = field(default_factory=dict)
     features: list[str] = field(default_factory=list)
-    limits: list[tuple[str, str]] = field(default_factory=list)  # fact name, file:line
+    limits: list[tuple[str, str]] = field(default_factory=list)  # fact name, where
     defaults: dict[str, Number | str] = field(default_factory=dict)
+    default_where: dict[str, str] = field(default_factory=dict)
 
 
 def list_targets() -> list[str]:
@@ -197,7 +199,8 @@ def _read(path: Path, seen: tuple[Path, ...]) -> _Raw:
         named = HARDWARE / f"{parent}.yaml"
         next_path = named if _NAME.match(parent) and named.is_file() else real.parent / parent
         if next_path is not named and next_path.suffix not in (".yaml", ".yml"):
-            raise _fail(file, extends, f"extends unknown target {parent!r}")
+            known = f"known: {', '.join(list_targets())}, or a .yaml file beside this one"
+            raise _fail(file, extends, f"extends unknown target {parent!r}", known)
         raw = _read(next_path, (*seen, real))
         raw.file = file
     _merge(raw, root, file)
@@ -247,9 +250,11 @@ def _merge(raw: _Raw, root: Node, file: str) -> None:
         raw.description = _string(file, node, "description")
     if (node := root.get("build")) is not None:
         for _key, value in _map(file, node, "build", ("mcpu",)):
-            raw.mcpu = _string(file, value, "mcpu")
-            if not _MCPU.match(raw.mcpu):
-                raise _fail(file, value, f"{raw.mcpu!r} is not a code generator's CPU name")
+            raw.mcpu, raw.mcpu_where = _string(file, value, "mcpu"), f"{file}:{value.line}"
+            mcpus = FAMILIES[raw.family].mcpus
+            if raw.mcpu not in mcpus:
+                known = f"known: {_words(mcpus)}; more instructions are requires.features"
+                raise _fail(file, value, f"unknown mcpu {raw.mcpu!r}", known)
     _merge_facts(raw, root, file)
     _merge_requires(raw, root, file)
     _merge_defaults(raw, root, file)
@@ -292,9 +297,9 @@ def _number(file: str, node: Node, name: str, kind: FactKind) -> Number:
         raise _fail(
             file,
             node,
-            f"value of {name} is {value:.12g} {kind.unit}, outside the known range "
+            f"value of {name} is {f'{value:.12g} {kind.unit}'.strip()}, outside the known range "
             f"{kind.low:.12g} to {kind.high:.12g}",
-            "check the unit",
+            "check the unit" if kind.unit else "",
         )
     return value
 
@@ -339,6 +344,7 @@ def _merge_defaults(raw: _Raw, root: Node, file: str) -> None:
     if node is None:
         return
     for name, value in _map(file, node, "defaults", DEFAULTS):
+        raw.default_where[name] = f"{file}:{value.line}"
         allowed = DEFAULTS[name]
         if isinstance(allowed[0], str):
             word = _string(file, value, name)
@@ -370,9 +376,9 @@ def _finish(raw: _Raw) -> Target:
             raise InputFileError(f"requires.limits names {name}, which facts lack", where=where)
     values = {n: f.value for n, f in raw.facts.items()}
     for name, what in inconsistencies(raw.family, values, frozenset(raw.features)):
-        raise InputFileError(
-            what, where=raw.facts[name].where, next_step="one of the numbers is wrong"
-        )
+        raise _contradiction(raw, name, what)
+    if raw.family == "cpu":
+        _check_build(raw)
     limits = sorted({(n, raw.facts[n].value) for n, _ in raw.limits})
     return Target(
         name=raw.name,
@@ -389,6 +395,31 @@ def _finish(raw: _Raw) -> Target:
         defaults=tuple((n, raw.defaults[n]) for n in DEFAULTS),
         mcpu=raw.mcpu,
     )
+
+
+def _contradiction(raw: _Raw, name: str, what: str) -> InputFileError:
+    where = raw.facts[name].where
+    if not where.startswith(f"{raw.file}:"):  # a parent's: right until the child said otherwise
+        what, where = f"{what}; {name} is from {where}", raw.file
+    advice = f"one of the numbers is wrong, or {name} has to change too"
+    return InputFileError(what, where=where, next_step=advice)
+
+
+def _check_build(raw: _Raw) -> None:
+    """A code generator uses nothing that the host is not asked for, and blocks fit the kernels."""
+    unasked = FAMILIES[raw.family].mcpus[raw.mcpu] - set(raw.features)
+    if unasked:
+        raise InputFileError(
+            f"build.mcpu {raw.mcpu} uses {_words(unasked)}, which requires.features lack",
+            where=raw.mcpu_where,
+            next_step="add them, or take a lesser mcpu",
+        )
+    block = raw.defaults["kv_block_size"]
+    if isinstance(block, int) and block % KV_BLOCK_STEP:
+        raise InputFileError(
+            f"kv_block_size is {block}, not a multiple of {KV_BLOCK_STEP}",
+            where=raw.default_where["kv_block_size"],
+        )
 
 
 def candidates(arch: str, features: frozenset[str]) -> list[Target]:

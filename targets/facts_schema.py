@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -36,12 +36,15 @@ class FactKind:
 
 @dataclass(frozen=True)
 class Family:
-    """The vocabulary of one family.  ``archs`` are the machine names ``requires.arch`` may use."""
+    """The vocabulary of one family.  ``archs`` are the machine names ``requires.arch`` may use,
+    ``mcpus`` those that ``build.mcpu`` may use, each with the features that a code generator then
+    uses unasked."""
 
     facts: Mapping[str, FactKind]
     archs: frozenset[str]
     features: frozenset[str]
     checks: tuple[Callable[[Facts, frozenset[str]], Iterator[tuple[str, str]]], ...]
+    mcpus: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 #: LLVM's names, as the loader's detection reports them
@@ -103,6 +106,17 @@ ARM_FEATURES = frozenset(
         "sve2-bitperm",
     ]
 )
+
+#: the levels of the x86-64 psABI, section 3.1.1, and plain 64-bit ARM
+_V2 = frozenset({"sse3", "ssse3", "sse4.1", "sse4.2", "cx16", "popcnt"})
+_V3 = _V2 | {"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"}
+CPU_MCPUS: Mapping[str, frozenset[str]] = {
+    "x86_64": frozenset(),
+    "x86_64_v2": _V2,
+    "x86_64_v3": _V3,
+    "x86_64_v4": _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "generic": frozenset({"neon"}),
+}
 
 #: GB/s of one NVLink, both directions together, by generation.  Half of it is the one-direction
 #: figure that is often quoted: 18 links of generation 4 are 900 GB/s, not 450.
@@ -186,6 +200,15 @@ def _cpu_l3(facts: Facts, _features: frozenset[str]) -> Iterator[tuple[str, str]
     cores, sharers = facts.get("cores"), facts.get("l3_sharers")
     if cores is not None and sharers is not None and cores % sharers:
         yield "l3_sharers", f"cores = {cores:g} is not a multiple of l3_sharers = {sharers:g}"
+
+
+def _cpu_stream(facts: Facts, _features: frozenset[str]) -> Iterator[tuple[str, str]]:
+    ahead, line = facts.get("stream_prefetch_bytes", 0), facts.get("cache_line_bytes", 0)
+    if 0 < ahead < line:
+        yield (
+            "stream_prefetch_bytes",
+            f"stream_prefetch_bytes = {ahead:g} is less than a cache line of {line:g}, and not 0",
+        )
 
 
 def _cuda_nvlink(facts: Facts, _features: frozenset[str]) -> Iterator[tuple[str, str]]:
@@ -276,8 +299,10 @@ _CPU = Family(
         _ascending("l1d_bytes", "l2_bytes", "l3_bytes"),
         _at_most("l3_sharers", "cores"),
         _cpu_l3,
+        _cpu_stream,
         _cpu_vectors,
     ),
+    mcpus=CPU_MCPUS,
 )
 
 _CUDA = Family(

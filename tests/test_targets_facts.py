@@ -270,6 +270,30 @@ def test_a_consistent_child(tmp_path: Path) -> None:
     assert target.fact("cores").value == 16 and target.fact("l2_bytes").value == 1 << 20
 
 
+@pytest.mark.parametrize(
+    ("text", "expect"),
+    [
+        ("build: {mcpu: x86_64_v4}\n", "mine.yaml:4: build.mcpu x86_64_v4 uses avx512bw, "),
+        ("build: {mcpu: native}\n", "mine.yaml:4: unknown mcpu 'native'"),
+        ("build: {mcpu: znver4}\n", "known: generic, x86_64, x86_64_v2, x86_64_v3, x86_64_v4"),
+        ("defaults: {kv_block_size: 24}\n", "mine.yaml:4: kv_block_size is 24, not a multiple"),
+        ("facts:\n  stream_prefetch_bytes: {value: 32, unit: byte, source: a test}\n",
+         "mine.yaml:5: stream_prefetch_bytes = 32 is less than a cache line of 64"),
+        ("facts:\n  cores: {value: 8, unit: cores, source: a test}\n",
+         "mine.yaml: peak_f32_gflops is 5017.6, but"),
+        ("defaults: {max_seqs: 0}\n", "value of max_seqs is 0, outside the known range 1 to 4096"),
+    ],
+)  # fmt: skip
+def test_what_code_for_the_host_cannot_be(tmp_path: Path, text: str, expect: str) -> None:
+    assert expect in refused(tmp_path, f"name: mine\nfamily: cpu\nextends: zen3\n{text}")
+
+
+def test_code_generators_names_imply_what_the_levels_say() -> None:
+    for name in ("x86-64-v3", "x86-64-v4"):
+        target = facts.load_target(name)
+        assert FAMILIES["cpu"].mcpus[target.mcpu] == target.features
+
+
 def test_the_documented_file_is_one(tmp_path: Path) -> None:
     text = (Path(__file__).parent.parent / "docs" / "targets.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)

@@ -279,6 +279,8 @@ def flops_per_row(call: Call, constants: Mapping[str, Constant]) -> int:
     if "N" in constants:
         matrices = 1 if call.op == "ScreenedSplitLinear" else len(call.formats)  # two make one
         return 2 * c("N") * c("K") * matrices
+    if call.op in ("Gather", "GatherInt8"):  # copies
+        return 0
     return sum(_row_elements(o) for o in call.outputs)
 
 
