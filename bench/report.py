@@ -78,6 +78,11 @@ def wanted(line: Line) -> str:
 ROOFS = {"read_memory": "read", "int8": "int8 peak"}
 
 
+def spread(v: Verdict) -> str:
+    """The interval of a ratio, as the tables have it."""
+    return "-" if v.interval is None else f"{v.interval[0]:.2f}-{v.interval[1]:.2f}"
+
+
 def verdict_row(v: Verdict) -> str:
     """One line of the first table."""
     line, unit = v.line, UNITS[v.line.metric]
@@ -92,8 +97,7 @@ def verdict_row(v: Verdict) -> str:
     ratio = "-" if v.ratio is None else f"**{v.ratio:.2f}x**"
     roof = "-" if v.roof is None else f"{percent(v.roof)} of {ROOFS[line.roof]}"
     met = {None: "-", True: "yes", False: "no"}[v.met]
-    between = spread(v)
-    cells = [line.work, ratio, between, wanted(line), met, roof, *sides]
+    cells = [line.work, ratio, spread(v), wanted(line), met, roof, *sides]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -275,11 +279,6 @@ def measured(results: Results) -> str:
         f"Versions: {versions(results)}.",
     )
     return " ".join(facts)
-
-
-def spread(v: Verdict) -> str:
-    """The interval of a ratio, as the tables have it."""
-    return "-" if v.interval is None else f"{v.interval[0]:.2f}-{v.interval[1]:.2f}"
 
 
 README_LINES = (

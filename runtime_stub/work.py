@@ -77,11 +77,9 @@ def _seen(sequences: list[tuple[int, int]], window: int) -> tuple[int, int]:
     return attended, read
 
 
-def _screened(call: dict[str, Any], step: Step, rows: int) -> float:
+def _screened(call: dict[str, Any], step: Step) -> float:
     """The share of a call's weights and operations that the step had: 1 for most calls."""
     op, outputs = call.get("op"), (call.get("constants") or {}).get("N")
-    if op in ("HeadBounds", "SplitBounds"):
-        return 1.0 if rows else 0.0
     if (
         op in ("ScreenedLinear", "ScreenedSplitLinear")
         and step.exact_groups is not None
@@ -104,7 +102,7 @@ def work_of(
     out = []
     for number, call in enumerate(calls):
         n = rows.get(number, 0)
-        share = _screened(call, step, n)
+        share = _screened(call, step)
         flops = call.get("flops_per_row", 0) * n * share
         moved: float = call.get("weight_bytes", 0) * share if n else 0
         activations = call.get("activation_bytes_per_row", 0) * n

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from . import bf16_12
+from .facts_schema import CPU_KV_BLOCK_STEP
 from .kernels import KernelRow
 from .program import Constant
 
@@ -132,7 +133,9 @@ def _one_format(constants: Mapping[str, Constant]) -> str | None:
 
 
 _ANY = _all()
-_PAGED = _all(_multiple("block_size", 16), _multiple("head_dim", 8), _head_dim, _heads)
+_PAGED = _all(
+    _multiple("block_size", CPU_KV_BLOCK_STEP), _multiple("head_dim", 8), _head_dim, _heads
+)
 _ATTENTION = (
     "num_heads", "kv_num_heads", "head_dim", "scale", "softcap", "window", "block_size", "kv_dtype",
 )  # fmt: skip

@@ -25,7 +25,6 @@ from .yaml_file import MAX_BYTES, Node, parse
 HARDWARE = Path(__file__).parent / "hardware"
 MAX_EXTENDS = 8
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}\Z")
-KV_BLOCK_STEP = 16  # positions that a CPU kernel computes at once
 _SECTIONS = frozenset(
     {"name", "family", "description", "extends", "facts", "requires", "defaults", "build"}
 )
@@ -377,8 +376,7 @@ def _finish(raw: _Raw) -> Target:
     values = {n: f.value for n, f in raw.facts.items()}
     for name, what in inconsistencies(raw.family, values, frozenset(raw.features)):
         raise _contradiction(raw, name, what)
-    if raw.family == "cpu":
-        _check_build(raw)
+    _check_build(raw)
     limits = sorted({(n, raw.facts[n].value) for n, _ in raw.limits})
     return Target(
         name=raw.name,
@@ -407,7 +405,8 @@ def _contradiction(raw: _Raw, name: str, what: str) -> InputFileError:
 
 def _check_build(raw: _Raw) -> None:
     """A code generator uses nothing that the host is not asked for, and blocks fit the kernels."""
-    unasked = FAMILIES[raw.family].mcpus[raw.mcpu] - set(raw.features)
+    family = FAMILIES[raw.family]
+    unasked = family.mcpus.get(raw.mcpu, frozenset()) - set(raw.features)
     if unasked:
         raise InputFileError(
             f"build.mcpu {raw.mcpu} uses {_words(unasked)}, which requires.features lack",
@@ -415,9 +414,9 @@ def _check_build(raw: _Raw) -> None:
             next_step="add them, or take a lesser mcpu",
         )
     block = raw.defaults["kv_block_size"]
-    if isinstance(block, int) and block % KV_BLOCK_STEP:
+    if isinstance(block, int) and block % family.kv_block_step:
         raise InputFileError(
-            f"kv_block_size is {block}, not a multiple of {KV_BLOCK_STEP}",
+            f"kv_block_size is {block}, not a multiple of {family.kv_block_step}",
             where=raw.default_where["kv_block_size"],
         )
 

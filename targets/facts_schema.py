@@ -38,13 +38,17 @@ class FactKind:
 class Family:
     """The vocabulary of one family.  ``archs`` are the machine names ``requires.arch`` may use,
     ``mcpus`` those that ``build.mcpu`` may use, each with the features that a code generator then
-    uses unasked."""
+    uses unasked.  ``kv_block_step``: KV blocks are a multiple of so many positions."""
 
     facts: Mapping[str, FactKind]
     archs: frozenset[str]
     features: frozenset[str]
     checks: tuple[Callable[[Facts, frozenset[str]], Iterator[tuple[str, str]]], ...]
     mcpus: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    kv_block_step: int = 1
+
+
+CPU_KV_BLOCK_STEP = 16  # positions of a vector
 
 
 #: LLVM's names, as the loader's detection reports them
@@ -303,6 +307,7 @@ _CPU = Family(
         _cpu_vectors,
     ),
     mcpus=CPU_MCPUS,
+    kv_block_step=CPU_KV_BLOCK_STEP,
 )
 
 _CUDA = Family(

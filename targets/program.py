@@ -34,6 +34,8 @@ DTYPE_BYTES = {
 
 #: operators that read the rows of a table that tokens name, not all of it
 EMBEDS = frozenset({"Embed", "SplitEmbed"})
+#: operators that copy rows, named by a list of indices, of a value
+PICKS = frozenset({"Gather", "GatherInt8"})
 #: operators that say which outputs can be a row's largest, for a greedy step alone
 BOUNDS = frozenset({"HeadBounds", "SplitBounds"})
 #: operators of which a greedy step computes the few outputs that can be the largest

@@ -28,6 +28,7 @@ from zerolayer.compiler.passes import (
     run_passes,
 )
 from zerolayer.compiler.passes.edit import dims, value_like
+from zerolayer.compiler.passes.options import Activations, Fusion, Quantize
 from zerolayer.runtime_stub.errors import InputFileError, NumericsError, UnsupportedError
 from zerolayer.targets.kernels import KernelQuery
 
@@ -61,9 +62,9 @@ def test_the_list_is_named_once_and_reasoned() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("fusion", ["conservative", "balanced"])
-def test_final_graphs_hold_only_documented_operators(name: str, fusion: str) -> None:
+def test_final_graphs_hold_only_documented_operators(name: str, fusion: Fusion) -> None:
     model = decoder(CONFIGS[name], ("Q8_0",))
-    graph = run_passes(model, PassOptions(fusion=fusion))  # type: ignore[arg-type]
+    graph = run_passes(model, PassOptions(fusion=fusion))
     for node in graph.graph:
         known = node.op_type in STANDARD | VIEWS if not node.domain else True
         assert known and node.domain in ("", domain.DOMAIN), node
@@ -127,11 +128,11 @@ def test_the_last_layer_is_computed_for_rows_with_logits_only(name: str, format:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("fusion", ["conservative", "balanced"])
-def test_picking_rows_early_changes_no_number(name: str, fusion: str) -> None:
+def test_picking_rows_early_changes_no_number(name: str, fusion: Fusion) -> None:
     """A ragged batch, against the same graph before the pass."""
     model = decoder(CONFIGS[name], ("Q8_0", "F32"))
     at = next(i for i, p in enumerate(PASSES) if p.name == "upstream-gather")
-    options = replace(EXACT, fusion=fusion, activations="int8")  # type: ignore[arg-type]
+    options = replace(EXACT, fusion=fusion, activations="int8")
     before = model.clone()
     edit.name_nodes(before)
     for step in PASSES[:at]:
@@ -149,10 +150,10 @@ def test_picking_rows_early_changes_no_number(name: str, fusion: str) -> None:
 
 
 @pytest.mark.parametrize("activations", ["int8", "f32"])
-def test_one_layer_is_the_first_and_the_last(activations: str) -> None:
+def test_one_layer_is_the_first_and_the_last(activations: Activations) -> None:
     one = replace(CONFIGS["llama"], layers=CONFIGS["llama"].layers[:1])
     model = decoder(one, ("F32",))
-    options = replace(EXACT, activations=activations)  # type: ignore[arg-type]
+    options = replace(EXACT, activations=activations)
     graph = run_passes(model, options)
     assert "layers.0.mlp.gated" in {n.name for n in graph.graph if dims(n.outputs[0])[0] == "R"}
     found = run(graph, step_feeds(graph, [TOKENS], logit_rows=[10]), ["logits"])["logits"]
@@ -253,11 +254,11 @@ def test_activations_fall_to_the_next_wider_kind_that_has_a_kernel() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("fusion", ["conservative", "balanced"])
-def test_chunks_of_a_step_equal_the_whole_sequence(name: str, fusion: str) -> None:
+def test_chunks_of_a_step_equal_the_whole_sequence(name: str, fusion: Fusion) -> None:
     """Prefill in two chunks, then decode token by token, through one paged cache."""
     model = decoder(CONFIGS[name], ("F32",))
     expected = run(model, frontend_feeds(TOKENS))["logits"]
-    graph = run_passes(model, replace(EXACT, fusion=fusion))  # type: ignore[arg-type]
+    graph = run_passes(model, replace(EXACT, fusion=fusion))
     blocks, caches, rows, at = [[4, 0, 2]], None, [], 0
     for n in (4, 3, 1, 1, 2):
         feeds = step_feeds(graph, [TOKENS[at : at + n]], starts=[at], blocks=blocks, caches=caches)
@@ -313,8 +314,8 @@ def test_check_passes_accepts_every_decoder(name: str) -> None:
 @pytest.mark.parametrize(
     ("scheme", "activations"), [("bf16", "bf16"), ("int8", "f32"), ("int4", "int8")]
 )
-def test_check_passes_of_quantizing(scheme: str, activations: str) -> None:
-    options = PassOptions(quantize=scheme, activations=activations)  # type: ignore[arg-type]
+def test_check_passes_of_quantizing(scheme: Quantize, activations: Activations) -> None:
+    options = PassOptions(quantize=scheme, activations=activations)
     model = decoder(CONFIGS["bias-everywhere"], ("F32",))
     reports = {r.name: r for r in check_passes(model, options)}
     assert 0 < reports["quantize-weights"].error < reports["quantize-weights"].tolerance
@@ -359,8 +360,11 @@ def test_int4_keeps_embedding_and_output_at_eight_bits() -> None:
 def test_weights_with_fewer_bits_are_kept() -> None:
     model = decoder(CONFIGS["llama"], ("Q4_0", "Q8_0", "F16"))
     before = formats_of(run_passes(model, PassOptions()))
-    for scheme, changed in (("int8", {"F16"}), ("bf16", {"F16"}), ("int4", {"F16", "Q8_0"})):
-        after = formats_of(run_passes(model, PassOptions(quantize=scheme)))  # type: ignore[arg-type]
+    schemes: dict[Quantize, set[str]] = {
+        "int8": {"F16"}, "bf16": {"F16"}, "int4": {"F16", "Q8_0"},
+    }  # fmt: skip
+    for scheme, changed in schemes.items():
+        after = formats_of(run_passes(model, PassOptions(quantize=scheme)))
         for name, format in before.items():
             outer = not name.startswith("layers.")
             kept = format not in changed or (outer and format == "Q8_0")

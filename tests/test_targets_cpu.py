@@ -108,9 +108,14 @@ def test_rendered_c_has_no_warnings(aggressive: Built, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def listed(kernel: Any, what: str) -> dict[str, Any]:
+    """Entries of a kernel's record (facts, derived, constants) by name."""
+    return {entry["name"]: entry for entry in kernel[what]}
+
+
 def test_float_kernels_record_no_tile_that_they_do_not_use(f32: Built) -> None:
     linear = next(k for k in f32[2].kernels if "LinearAdd" in str(k["kernel"]))
-    assert "tile_tokens" not in {d["name"] for d in linear["derived"]}  # type: ignore[attr-defined]
+    assert "tile_tokens" not in listed(linear, "derived")
 
 
 def test_the_note_is_the_record(aggressive: Built) -> None:
@@ -119,11 +124,10 @@ def test_the_note_is_the_record(aggressive: Built) -> None:
     assert note["target"] == HOST.name
     assert note["kernels"] == [dict(k) for k in binaries.kernels]
     by_name = {str(k["kernel"]): k for k in binaries.kernels}
-    module = {c["name"]: c["value"] for c in by_name["module"]["constants"]}  # type: ignore[attr-defined]
-    assert module["ZL_WORKSPACE_BYTES"] == program.workspace_bytes
+    module = listed(by_name["module"], "constants")
+    assert module["ZL_WORKSPACE_BYTES"]["value"] == program.workspace_bytes
     linear = next(k for n, k in by_name.items() if "LinearAdd" in n)
-    facts = {f["name"]: f for f in linear["facts"]}  # type: ignore[attr-defined]
-    derived = {d["name"]: d for d in linear["derived"]}  # type: ignore[attr-defined]
+    facts, derived = listed(linear, "facts"), listed(linear, "derived")
     l2 = next(f for f in HOST.facts if f.name == "l2_bytes")
     assert facts["l2_bytes"] == l2.as_dict()
     assert derived["tile_bytes"]["value"] == int(l2.value) // 2
@@ -140,8 +144,8 @@ def test_weights_of_one_token_are_asked_for_where_the_target_says_so(name: str, 
     source, injection = cpu.render(program, target)
     assert f"#define ZL_STREAM_BYTES {ahead} " in source
     linear = next(k for k in injection.records() if "LinearAdd" in str(k["kernel"]))
-    facts = {f["name"]: f["value"] for f in linear["facts"]}  # type: ignore[attr-defined]
-    assert facts.get("stream_prefetch_bytes", 0) == ahead
+    fact = listed(linear, "facts").get("stream_prefetch_bytes", {"value": 0})
+    assert fact["value"] == ahead
 
 
 def test_a_child_may_leave_weights_to_the_machine(tmp_path: Path) -> None:

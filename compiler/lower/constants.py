@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from zerolayer.runtime_stub.errors import UnsupportedError
-from zerolayer.targets.program import Constant, Dim
+from zerolayer.targets.program import PICKS, Constant, Dim
 
 #: inputs of the standard operators that may remain in a final graph; ``?`` marks optional ones
 STANDARD_INPUTS: Mapping[str, tuple[str, ...]] = {
@@ -279,7 +279,7 @@ def flops_per_row(call: Call, constants: Mapping[str, Constant]) -> int:
     if "N" in constants:
         matrices = 1 if call.op == "ScreenedSplitLinear" else len(call.formats)  # two make one
         return 2 * c("N") * c("K") * matrices
-    if call.op in ("Gather", "GatherInt8"):  # copies
+    if call.op in PICKS:
         return 0
     return sum(_row_elements(o) for o in call.outputs)
 

@@ -30,6 +30,7 @@ from zerolayer.targets.kernels import KernelQuery, KernelRow, select
 from zerolayer.targets.program import (
     DTYPE_BYTES,
     EMBEDS,
+    PICKS,
     Buffer,
     BufferKind,
     Constant,
@@ -346,7 +347,7 @@ class _Lowering:
             out = self.buffers[outputs[0]]
             row_bytes = sum(w.nbytes // w.logical_shape[0] for w in tables)
             return row_bytes + self._per_row(out, rows)
-        if call.op in ("Gather", "GatherInt8"):  # of what it picks from, it reads what it writes
+        if call.op in PICKS:  # of what it picks from, it reads what it writes
             return 2 * sum(self._per_row(self.buffers[n], rows) for n in outputs)
         names = {n for n in (*inputs, *outputs) if n is not None and n in self.buffers}
         moved = [self.buffers[n] for n in names]
