@@ -20,11 +20,12 @@ from .laps import Recorder
 from .options import PROFILE, Option, integer
 from .phases import WAITING, Table
 from .session import since_process_start
-from .step import SamplingParams, StepBatch
+from .step import Pace, SamplingParams, StepBatch
 from .work import group_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any, Optional
 
     from .ceilings import Ceilings
@@ -65,6 +66,7 @@ class _Runner:
         self.chunk = chunk
         self.greedy = SamplingParams()
         self.empty: array[int] = array("i")
+        self.pace = Pace()
 
     def blocks(self, sequence: int, positions: int) -> array[int]:
         first = sequence * self.blocks_each
@@ -86,16 +88,22 @@ class _Runner:
             out = self.engine.step(self.prefill_batch(ids, start, sequence))
         return out[0]
 
-    def decode_batch(self, tokens: list[int], position: int) -> StepBatch:
-        """One token of each sequence, all at ``position``."""
+    def decode_batch(self, tokens: Sequence[int], position: int, steps: int = 1) -> StepBatch:
+        """One token of each sequence, all at ``position``; blocks for ``steps`` steps."""
         batch = StepBatch()
         for s, token in enumerate(tokens):
-            blocks = self.blocks(s, position + 1)
+            blocks = self.blocks(s, position + steps)
             batch.add(array("i", (token,)), position, blocks, (self.greedy, 0, self.empty))
         return batch
 
-    def decode(self, tokens: list[int], position: int) -> list[int]:
-        return self.engine.step(self.decode_batch(tokens, position))
+    def decode(self, tokens: list[int], position: int, steps: int) -> None:
+        """``steps`` more tokens of each sequence, as many to a call as ``generate`` makes."""
+        self.pace.decode(
+            self.engine.decode,
+            lambda now, done, count: self.decode_batch(now, position + done, count),
+            tokens,
+            steps,
+        )
 
 
 def run_bench(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
@@ -217,10 +225,8 @@ def _best_decode(
 ) -> float:
     best = float("inf")
     for _ in range(repeat):
-        current = tokens
         start = time.perf_counter()
-        for i in range(steps):
-            current = runner.decode(current, position + i)
+        runner.decode(tokens, position, steps)
         best = min(best, time.perf_counter() - start)
     return best
 

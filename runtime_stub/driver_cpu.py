@@ -27,6 +27,7 @@ from .errors import (
     UsageError,
     ZerolayerError,
 )
+from .step import NO_IDS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -101,6 +102,18 @@ class Batch(ctypes.Structure):
         ("logits", _ptr),
         ("taps", _ptr),
         ("call_ns", _ptr),
+    ]
+
+
+class Decoding(ctypes.Structure):
+    """``zl_decoding``."""
+
+    _fields_ = [
+        ("n_steps", _i32),
+        ("n_stops", _i32),
+        ("stops", _ptr),
+        ("next", _ptr),
+        ("n_done", _i32),
     ]
 
 
@@ -196,6 +209,9 @@ class CodeObject:
             lib.zl_run.argtypes = [_ptr, _ptr, _ptr, _ptr, _i32, _ptr]
             lib.zl_destroy.argtypes = [_ptr]
             lib.zl_destroy.restype = None
+            self.decodes = hasattr(lib, "zl_decode")
+            if self.decodes:
+                lib.zl_decode.argtypes = [_ptr, ctypes.POINTER(Batch), ctypes.POINTER(Decoding)]
             info = lib.zl_info()
         except AttributeError as e:
             raise IntegrityError(f"not a zerolayer code object: {e}", where=name) from None
@@ -289,7 +305,7 @@ class CpuEngine:
         as little as can be: the batch's own arrays are passed where they are."""
         info = self.code.info
         self._most_tokens, self._most_seqs = info.max_tokens, info.max_seqs
-        self._most_rows = info.max_logit_rows
+        self._most_rows, self._block_size = info.max_logit_rows, info.kv_block_size
         s, r = max(1, info.max_seqs), max(1, info.max_logit_rows)
         self._rows = (_i32 * r)()
         self._next = (_i32 * r)()
@@ -303,6 +319,9 @@ class CpuEngine:
             next=ctypes.addressof(self._next),
         )
         self._batch_ref = ctypes.byref(self._batch)
+        self._stop_ids = NO_IDS
+        self._decoded = (_i32 * 1)()
+        self._decoding = Decoding()
 
     def _fill_tables(self, tables: Sequence[Any]) -> int:
         """Copies the ragged tables into ``[S, B]``; unused columns are 0.  Returns B."""
@@ -333,6 +352,55 @@ class CpuEngine:
         positions and sequence starts are read where they are.
         """
         c = self._batch
+        self._set_batch(batch)
+        n_t, n_r = c.n_tokens, c.n_logit_rows
+        c.next = ctypes.addressof(self._next)
+        c.call_ns = ctypes.addressof(self._call_ns) if timed else None
+        if logits is None and taps is None:
+            c.logits = c.taps = None
+        else:
+            info = self.code.info
+            c.logits = _writable(logits, 4 * n_r * info.vocab_size, "logits")
+            c.taps = _writable(taps, 4 * info.n_taps * n_t * info.hidden_size, "taps")
+        status = self.code.lib.zl_step(self._engine, self._batch_ref)
+        if status:
+            check_status(status, "step")
+        chosen: list[int] = self._next[:n_r]
+        return chosen
+
+    def decode(
+        self, batch: StepBatch, steps: int, stop_ids: frozenset[int] = NO_IDS
+    ) -> list[list[int]]:
+        """Up to ``steps`` steps in one call, each sequence fed what it chose in the step before.
+
+        Returns the tokens of each step that was made, ``[steps][S]``: the step that chooses one of
+        ``stop_ids`` for any sequence is the last.  Each sequence of the batch has one token and its
+        logit row, blocks for ``steps`` more positions, and no repetition penalty.  Code of an older
+        compiler makes one step.
+        """
+        if not self.code.decodes:
+            return [self.step(batch)]
+        c, d = self._batch, self._decoding
+        self._set_batch(batch)
+        n, size = c.n_seqs, self._block_size
+        for table, position in zip(batch.block_tables, batch.positions):  # noqa: B905 (Python 3.9)
+            if len(table) * size < position + steps:
+                check_status(4, f"{steps} steps from position {position} on")
+        if n * steps > len(self._decoded):
+            self._decoded = (_i32 * (2 * n * steps))()
+        if stop_ids is not self._stop_ids:
+            self._stop_ids, self._stops = stop_ids, array("i", stop_ids)
+            d.stops, d.n_stops = self._stops.buffer_info()
+        d.n_steps, d.next = steps, ctypes.addressof(self._decoded)
+        c.next = c.call_ns = c.logits = c.taps = None
+        status = self.code.lib.zl_decode(self._engine, self._batch_ref, ctypes.byref(d))
+        if status:
+            check_status(status, f"step {d.n_done + 1} of {steps}")
+        return [self._decoded[i : i + n] for i in range(0, d.n_done * n, n)]
+
+    def _set_batch(self, batch: StepBatch) -> None:
+        """All of ``_batch`` that comes from ``batch``."""
+        c = self._batch
         n_t, n_s, n_r = len(batch.tokens), len(batch.block_tables), len(batch.rows)
         if n_t > self._most_tokens or n_s > self._most_seqs or n_r > self._most_rows:
             check_status(2, f"a step of {n_t} tokens, {n_s} sequences, {n_r} logit rows")
@@ -348,18 +416,6 @@ class CpuEngine:
             rows[i] = row.row
             greedy = greedy and row.params.plain_greedy
         c.sampling = None if greedy else self._fill_sampling(batch)
-        c.call_ns = ctypes.addressof(self._call_ns) if timed else None
-        if logits is None and taps is None:
-            c.logits = c.taps = None
-        else:
-            info = self.code.info
-            c.logits = _writable(logits, 4 * n_r * info.vocab_size, "logits")
-            c.taps = _writable(taps, 4 * info.n_taps * n_t * info.hidden_size, "taps")
-        status = self.code.lib.zl_step(self._engine, self._batch_ref)
-        if status:
-            check_status(status, "step")
-        chosen: list[int] = self._next[:n_r]
-        return chosen
 
     def _fill_sampling(self, batch: StepBatch) -> int:
         for i, row in enumerate(batch.rows):

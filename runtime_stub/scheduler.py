@@ -1,7 +1,8 @@
 """The scheduler: many sequences through one ragged step, within a fixed pool of KV blocks.
 
-In: prompts as token ids, a ``step`` callable (``StepBatch`` -> next token per logit row).  Out:
-tokens, one callback per token.  Next file: ``step.py`` (the batch), ``blocks.py`` (the pool).
+In: prompts as token ids, a ``step`` callable (``StepBatch`` -> next token per logit row), a
+``decode`` callable if the driver has it (several steps).  Out: tokens, one callback per token.
+Next file: ``step.py`` (the batch), ``blocks.py`` (the pool).
 It knows nothing of drivers, text or sockets: the command line and a server use the same object.
 
 Each step is filled in this order:
@@ -18,6 +19,10 @@ from its tokens (prompt and generated).  The oldest sequence is never preempted,
 gets done.  A draw depends on (seed, index of the token) only, so preemption does not change the
 tokens.
 
+Where all sequences decode and nothing waits, one call makes several steps, as many as fit in a
+fortieth of a second (``Pace``).  What a callback ends was computed a few tokens further; these are
+dropped.  The tokens are those of single steps.
+
 Full blocks are shared between sequences with the same beginning, also after they ended, until their
 memory is needed.
 """
@@ -25,11 +30,12 @@ memory is needed.
 from __future__ import annotations
 
 import heapq
+import time
 from array import array
 
 from .blocks import ROOT, BlockPool
 from .errors import ResourceError, UsageError
-from .step import Limits, SamplingParams, StepBatch
+from .step import NO_IDS, Limits, Pace, SamplingParams, StepBatch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
     from typing import Optional
 
-    from .step import StepFunction
+    from .step import DecodeFunction, StepFunction
 
     #: called with each new token; returning True ends the sequence (a stop string)
     OnToken = Callable[["Sequence", int], Optional[bool]]
@@ -100,7 +106,8 @@ class Sequence:
 
 class Scheduler:
     """``n_blocks`` KV blocks, one ``step`` callable; ``copy_block(source, destination)`` if the
-    driver has it (then a fork also shares its last, partly filled block until one side writes)."""
+    driver has it (then a fork also shares its last, partly filled block until one side writes);
+    ``decode`` if several steps may be one call."""
 
     def __init__(
         self,
@@ -108,11 +115,16 @@ class Scheduler:
         n_blocks: int,
         step: StepFunction,
         copy_block: Optional[Callable[[int, int], None]] = None,
+        decode: Optional[DecodeFunction] = None,
     ) -> None:
         self.limits = limits
         self.pool = BlockPool(n_blocks, limits.block_size)
         self._step = step
         self._copy_block = copy_block
+        self._decode = decode
+        self._pace = Pace()
+        self._stop_ids = NO_IDS  # of all that decode together
+        self._handing_out = False  # tokens of a call that computed more than has been handed out
         self._waiting: list[tuple[int, Sequence]] = []  # a heap by arrival
         self._running: list[Sequence] = []
         self._arrivals = 0
@@ -177,7 +189,8 @@ class Scheduler:
         )
         new.n_prompt = seq.n_prompt
         full = seq.n_computed // self.limits.block_size
-        share_tail = self._copy_block is not None
+        # a block that holds more than its sequence's positions is not one to go on from
+        share_tail = self._copy_block is not None and not self._handing_out
         if seq.state != RUNNING or len(self._running) >= self.limits.max_seqs:
             heapq.heappush(self._waiting, (new.number, new))  # finds full blocks by prefix
             return new
@@ -202,15 +215,16 @@ class Scheduler:
         """Nothing is running or waiting."""
         return not self._running and not any(not s.finished for _, s in self._waiting)
 
-    # one step -----------------------------------------------------------------------------------
+    # one call -----------------------------------------------------------------------------------
 
     def step(self) -> list[Sequence]:
-        """Runs one batch.  Returns the sequences that got a token (some may have finished)."""
+        """Runs one batch, or several decode steps.  Returns the sequences that got a token, in
+        order and as often as they did (some may have finished)."""
         self._admit()
         plan = self._plan()
         if not plan:
             return []
-        self.n_steps += 1
+        steps = self._steps(plan)
         batch = StepBatch()
         getting: list[Sequence] = []
         for seq, count in plan:
@@ -220,14 +234,55 @@ class Scheduler:
                 row = (seq.sampling, len(seq.tokens) - seq.n_prompt, seq.tokens)
                 getting.append(seq)
             batch.add(seq.tokens[first : first + count], first, seq.blocks, row)
-            seq.last_served = self.n_steps
-        next_tokens = self._step(batch)
-        for seq, count in plan:
-            seq.n_computed += count
-            self._publish(seq)
-        for seq, token in zip(getting, next_tokens):  # noqa: B905 (Python 3.9)
-            self._deliver(seq, token)
-        return getting
+        chosen = [self._step(batch)] if not steps else self._decode_some(batch, steps, getting)
+        got: list[Sequence] = []
+        for number, tokens in enumerate(chosen, 1):
+            self.n_steps += 1
+            for seq, count in plan:
+                seq.last_served = self.n_steps
+                if seq.state == RUNNING:  # not ended by its last token
+                    seq.n_computed += count
+                    self._publish(seq)
+            self._handing_out = number < len(chosen)
+            for seq, token in zip(getting, tokens):  # noqa: B905 (Python 3.9)
+                if self._deliver(seq, token):
+                    got.append(seq)
+        return got
+
+    def _steps(self, plan: list[tuple[Sequence, int]]) -> int:
+        """Decode steps that ``decode`` may make of the plan, their blocks allocated; 0: the plan is
+        for ``step``."""
+        if self._decode is None or len(plan) < len(self._running):
+            return 0
+        if any(s.remaining != 1 or s.sampling.repetition_penalty != 1.0 for s, _ in plan):
+            return 0
+        if any(not s.finished for _, s in self._waiting):
+            return 0
+        most = min(
+            min(s.n_prompt + s.max_new_tokens, self.context_limit) - len(s.tokens) for s, _ in plan
+        )
+        pool, steps = self.pool, self._pace.steps(most)
+        need = [pool.blocks_for(s.n_computed + steps) - len(s.blocks) for s, _ in plan]
+        if sum(need) > pool.available:  # as many as fit in the blocks that there are
+            held = min(len(s.blocks) * pool.block_size - s.n_computed for s, _ in plan)
+            return min(steps, held)
+        for (seq, _), count in zip(plan, need):  # noqa: B905 (Python 3.9)
+            for _ in range(count):
+                seq.blocks.append(pool.allocate())
+        return steps
+
+    def _decode_some(
+        self, batch: StepBatch, steps: int, getting: list[Sequence]
+    ) -> SequenceOf[SequenceOf[int]]:
+        """``decode``, timed.  Any sequence's end of text ends the call."""
+        assert self._decode is not None
+        stop_ids = getting[0].stop_ids.union(*(s.stop_ids for s in getting))
+        if stop_ids != self._stop_ids:  # the driver knows these by the object
+            self._stop_ids = stop_ids
+        begin = time.perf_counter()
+        chosen = self._decode(batch, steps, self._stop_ids)
+        self._pace.took(len(chosen), time.perf_counter() - begin)
+        return chosen
 
     def run(self) -> None:
         """Steps until everything has finished."""
@@ -350,21 +405,23 @@ class Scheduler:
         seq.n_computed = seq._published = 0
         seq._chain = ROOT
 
-    def _deliver(self, seq: Sequence, token: int) -> None:
-        if seq.finished:  # cancelled by another sequence's callback
-            return
+    def _deliver(self, seq: Sequence, token: int) -> bool:
+        """False: the sequence had ended before this token."""
+        if seq.finished:  # by an earlier token, or cancelled by another sequence's callback
+            return False
         if token in seq.stop_ids:
             self._finish(seq, "stop", "eos")
-            return
+            return True
         seq.tokens.append(token)
         if seq.on_token is not None and seq.on_token(seq, token):
             self._finish(seq, "stop", "stop_string")
         elif seq.finished:
-            return  # cancelled by its own callback
+            pass  # cancelled by its own callback
         elif len(seq.tokens) - seq.n_prompt >= seq.max_new_tokens:
             self._finish(seq, "length", "max_tokens")
         elif len(seq.tokens) >= self.context_limit:
             self._finish(seq, "length", "context")
+        return True
 
     def _finish(self, seq: Sequence, reason: str, stopped_by: str) -> None:
         if seq.state == RUNNING:

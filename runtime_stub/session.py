@@ -353,8 +353,10 @@ class Session:
         limits = self.limits()
         limits.max_context = min(limits.max_context, max_context or limits.max_context)
         engine = self.start(kv_blocks, threads, pin)
-        step = engine.step if profile is None else profile.attach(engine).step
-        return Scheduler(limits, kv_blocks, step, engine.copy_block)
+        if profile is not None:  # a trace is of single steps
+            step = profile.attach(engine).step
+            return Scheduler(limits, kv_blocks, step, engine.copy_block)
+        return Scheduler(limits, kv_blocks, engine.step, engine.copy_block, engine.decode)
 
     def kv_blocks(
         self, wanted: int, longest: int, max_context: Optional[int], kv_memory: Optional[int]

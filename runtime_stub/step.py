@@ -1,11 +1,12 @@
 """One ragged step as plain Python data: the border between the scheduler and a driver.
 
-In: nothing.  Out: :class:`StepBatch`, :class:`SamplingParams`, :class:`Limits`.  Next file:
-``scheduler.py`` fills batches, ``driver_cpu.py`` runs them.
+In: nothing.  Out: :class:`StepBatch`, :class:`SamplingParams`, :class:`Limits`, :class:`Pace`.
+Next file: ``scheduler.py`` fills batches, ``driver_cpu.py`` runs them.
 """
 
 from __future__ import annotations
 
+import time
 from array import array
 
 TYPE_CHECKING = False
@@ -15,7 +16,16 @@ if TYPE_CHECKING:
 
     #: runs one batch and returns the next token of each logit row, in order
     StepFunction = Callable[["StepBatch"], Sequence[int]]
+    #: runs up to so many steps of a batch that only decodes, to the first that chooses one of the
+    #: ids; returns the tokens of each
+    DecodeFunction = Callable[["StepBatch", int, "frozenset[int]"], Sequence[Sequence[int]]]
     Ints = Union[Sequence[int], "array[int]"]
+
+NO_IDS: frozenset[int] = frozenset()
+
+#: seconds that a call of several decode steps may take: a short time to wait for text, and a long
+#: one beside what Python does between two calls
+CALL_S = 0.025
 
 
 class SamplingParams:
@@ -96,6 +106,49 @@ class StepBatch:
         self.block_tables.append(blocks)
         if row is not None:
             self.rows.append(LogitRow(len(self.tokens) - 1, *row))
+
+
+class Pace:
+    """How many decode steps one call makes: as many as fit in CALL_S, going by the last call.
+
+    A step has read all weights and left nothing else in the caches, so the Python after it takes
+    longer than its instructions would: a hundred microseconds, a fortieth of a small model's step.
+    """
+
+    __slots__ = ("_step_s",)
+
+    def __init__(self) -> None:
+        self._step_s = CALL_S  # until one is known
+
+    def steps(self, most: int) -> int:
+        """Steps of the next call, at least one."""
+        return max(1, min(most, int(CALL_S / self._step_s)))
+
+    def took(self, steps: int, seconds: float) -> None:
+        """The last call made ``steps`` steps in ``seconds``."""
+        self._step_s = max(seconds / steps, 1e-6)
+
+    def decode(
+        self,
+        function: DecodeFunction,
+        batch: Callable[[Sequence[int], int, int], StepBatch],
+        tokens: Sequence[int],
+        steps: int,
+    ) -> list[Sequence[int]]:
+        """``steps`` steps of sequences whose last tokens are ``tokens``, in calls at this pace.
+
+        ``batch(tokens, done, count)`` is the batch after ``done`` steps, with blocks for ``count``
+        more.  Returns the tokens of each step.
+        """
+        out: list[Sequence[int]] = []
+        while len(out) < steps:
+            count = self.steps(steps - len(out))
+            step = batch(out[-1] if out else tokens, len(out), count)
+            begin = time.perf_counter()
+            chosen = function(step, count, NO_IDS)
+            self.took(len(chosen), time.perf_counter() - begin)
+            out += chosen
+        return out
 
 
 class Limits:

@@ -24,8 +24,8 @@ from .facts import Target
 
 GLIBC = "2.17"
 EXPORTS = (
-    "zl_create", "zl_destroy", "zl_exact_groups", "zl_info", "zl_probe", "zl_run", "zl_step",
-    "zl_trace",
+    "zl_create", "zl_decode", "zl_destroy", "zl_exact_groups", "zl_info", "zl_probe", "zl_run",
+    "zl_step", "zl_trace",
 )  # fmt: skip
 _ALLOWED_LIBRARIES = (
     "libc.so.6",

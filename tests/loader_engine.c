@@ -100,6 +100,34 @@ int32_t zl_step(zl_engine *e, const zl_batch *b) {
   return ZL_OK;
 }
 
+#ifndef WITHOUT_TRACE
+int32_t zl_decode(zl_engine *e, const zl_batch *b, zl_decoding *d) {
+  int32_t tokens[4], positions[4], stop = 0;
+  zl_sampling sampling[4];
+  zl_batch step = *b;
+  d->n_done = 0;
+  if (b->n_tokens != b->n_seqs || b->n_logit_rows != b->n_seqs || b->next || b->call_ns) return ZL_BAD_ARGUMENT;
+  memcpy(tokens, b->tokens, (size_t)b->n_seqs * 4);
+  memcpy(positions, b->positions, (size_t)b->n_seqs * 4);
+  step.tokens = tokens;
+  step.positions = positions;
+  if (b->sampling) step.sampling = memcpy(sampling, b->sampling, (size_t)b->n_seqs * sizeof *sampling);
+  while (d->n_done < d->n_steps && !stop) {
+    step.next = d->next + d->n_done * b->n_seqs;
+    int32_t status = zl_step(e, &step);
+    if (status) return status;
+    d->n_done++;
+    for (int32_t s = 0; s < b->n_seqs; s++) {
+      for (int32_t i = 0; i < d->n_stops; i++) stop |= d->stops[i] == step.next[s];
+      tokens[s] = step.next[s];
+      positions[s]++;
+      if (b->sampling) sampling[s].draw++;
+    }
+  }
+  return ZL_OK;
+}
+#endif
+
 /* one input f32[n], one output f32[n] = input * 2 */
 int32_t zl_run(zl_engine *e, const void *const *in, void *const *out, const int64_t *dims,
                int32_t n_dims, uint64_t *call_ns) {

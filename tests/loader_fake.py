@@ -54,6 +54,7 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "zl_sampling": driver_cpu.Sampling,
     "zl_batch": driver_cpu.Batch,
     "zl_create_args": driver_cpu.CreateArgs,
+    "zl_decoding": driver_cpu.Decoding,
     "zl_lap": laps.CLap,
     "zl_ceilings": ceilings.CCeilings,
 }

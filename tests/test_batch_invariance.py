@@ -23,6 +23,7 @@ from tiny_models import VOCAB, make_model
 from zerolayer.runtime_stub.container import open_artifact
 from zerolayer.runtime_stub.detect import host_facts
 from zerolayer.runtime_stub.driver_cpu import CodeObject, CpuEngine
+from zerolayer.runtime_stub.errors import UsageError, ZerolayerError
 from zerolayer.runtime_stub.requires import compare
 from zerolayer.runtime_stub.scheduler import Scheduler
 from zerolayer.runtime_stub.session import Session
@@ -237,15 +238,79 @@ def test_the_scheduler_gives_a_prompt_the_same_tokens_alone_and_in_a_crowd(
             scheduler = Scheduler(limits, KV_BLOCKS, run.step)
             alone.append(scheduler.add(prompt, sampling=sampling, max_new_tokens=80))
             scheduler.run()
+    calls: list[int] = []  # steps of each
     with engine(compiled.path, 2) as run:
-        scheduler = Scheduler(few, -(-300 // few.block_size), run.step)
+
+        def decode(batch: StepBatch, steps: int, stop_ids: frozenset[int]) -> list[list[int]]:
+            calls.append(steps)
+            return run.decode(batch, steps, stop_ids)
+
+        scheduler = Scheduler(few, -(-300 // few.block_size), run.step, None, decode)
         crowd = []
         for prompt, sampling in zip(prompts, params, strict=True):
             crowd.append(scheduler.add(prompt, sampling=sampling, max_new_tokens=80))
             scheduler.step()
         scheduler.run()
     assert scheduler.n_preemptions > 0 and crowd[7].n_shared > 0
+    assert len(calls) < sum(calls), "no call made several steps"
     assert [s.output for s in crowd] == [s.output for s in alone]
+
+
+def test_several_steps_in_one_call_are_single_steps(compiled: Compiled) -> None:
+    lengths, params = (37, 5, 64), (SamplingParams(), SEEDED, SEEDED)
+    prompts = [tokens(n, 40 + n) for n in lengths]
+    with engine(compiled.path, 2) as run:
+        blocks = [array("i", range(9 * s, 9 * (s + 1))) for s in range(3)]
+
+        def batch(done: int, last: Sequence[int]) -> StepBatch:
+            out = StepBatch()
+            for s, prompt in enumerate(prompts):
+                part = array("i", [last[s]] if done else prompt)
+                first = len(prompt) + done - 1 if done else 0
+                out.add(part, first, blocks[s], (params[s], done, array("i")))
+            return out
+
+        single = [run.step(batch(0, ()))]
+        for done in range(1, 21):
+            single.append(run.step(batch(done, single[-1])))
+        assert run.decode(batch(1, single[0]), 20) == single[1:]
+        # the step that chooses a stop id is the last, whoever chose it
+        for s in range(3):
+            stop = frozenset({single[12][s]})
+            end = next(i for i in range(1, 21) if not stop.isdisjoint(single[i]))
+            assert run.decode(batch(1, single[0]), 20, stop) == single[1 : end + 1]
+        assert run.decode(batch(1, single[0]), 20, frozenset({VOCAB + 5})) == single[1:]
+
+
+def test_what_one_call_cannot_do_several_steps_of_is_refused(compiled: Compiled) -> None:
+    with engine(compiled.path, 1) as run:
+        blocks = array("i", range(3))
+        room = 3 * run.code.info.kv_block_size
+
+        def one(
+            params: SamplingParams = SEEDED, prompt: tuple[int, ...] = (5,), at: int = 9
+        ) -> StepBatch:
+            batch = StepBatch()
+            batch.add(array("i", prompt), at, blocks, (params, 0, array("i", [5])))
+            return batch
+
+        no_row = StepBatch()
+        no_row.add(array("i", [5]), 9, blocks)
+        penalty = SamplingParams(repetition_penalty=1.2)
+        for refused in (one(prompt=(5, 6)), one(penalty), no_row):
+            with pytest.raises(ZerolayerError, match="bad argument"):
+                run.decode(refused, 3)
+        with pytest.raises(ZerolayerError, match="bad argument"):
+            run.decode(one(), 0)
+        with pytest.raises(UsageError, match=r"vocabulary.*step 1 of 3|step 1 of 3.*vocabulary"):
+            run.decode(one(prompt=(VOCAB,)), 3)
+        with pytest.raises(ZerolayerError, match="KV block or position"):
+            run.decode(one(at=room - 3), 4)
+        assert len(run.decode(one(at=room - 3), 3)) == 3
+        lib, handle = run.code.lib, run.handle
+        for arguments in ((None, run._batch_ref), (handle, None)):
+            assert lib.zl_decode(*arguments, run._decoding) == 1
+        assert lib.zl_decode(handle, run._batch_ref, None) == 1
 
 
 def test_it_is_promised_where_one_looks(compiled: Compiled) -> None:

@@ -88,18 +88,46 @@ def test_sampling_fields_arrive(engine: CpuEngine) -> None:
 def test_scheduler_on_the_driver(code_bytes: bytes) -> None:
     limits = Limits(max_tokens=32, max_seqs=4, max_logit_rows=4, max_context=128, block_size=16)
     with CpuEngine(CodeObject(code_bytes), WEIGHTS, 0, 256, kv_blocks=9) as engine:
-        scheduler = Scheduler(limits, 9, engine.step, engine.copy_block)
+        scheduler = Scheduler(limits, 9, engine.step, engine.copy_block, engine.decode)
         prompts = [[i, i + 1] * (i + 1) for i in range(6)]
         seqs = [scheduler.add(p, max_new_tokens=40) for p in prompts]
         scheduler.run()
         assert [s.output for s in seqs] == [loader_fake.expected(p, 40) for p in prompts]
         assert scheduler.n_preemptions > 0
+        scheduler = Scheduler(limits, 9, engine.step, engine.copy_block)
         twin = scheduler.add([1, 2, 3], max_new_tokens=30)
         for _ in range(5):
             scheduler.step()
         fork = scheduler.fork(twin)
         scheduler.run()
         assert fork.output == twin.output == loader_fake.expected([1, 2, 3], 30)
+
+
+def test_several_steps_are_one_call(engine: CpuEngine) -> None:
+    a, b = [5, 6, 7], [8] * 14
+    first = engine.step(batch_of((a, 0, [3], True), (b, 0, [1, 2], True)))
+    want = [list(t) for t in zip(*(loader_fake.expected(p, 7)[1:] for p in (a, b)), strict=True)]
+    one, two = ([first[0]], 3, [3], True), ([first[1]], 14, [1, 2], True)
+    assert engine.decode(batch_of(one, two), 6) == want
+    assert all(want[3][1] not in step for step in want[:3])
+    assert engine.decode(batch_of(one, two), 6, frozenset({want[3][1]})) == want[:4]
+    assert engine.decode(batch_of(one, two), 6) == want, "the stop ids are forgotten"
+    with pytest.raises(ZerolayerError, match="KV block"):
+        engine.decode(batch_of(one), 14)  # position 16 is not in its block
+    params = SamplingParams(temperature=1.0, seed=9)
+    drawn = loader_fake.expected([1, 2], 6, seed=9)
+    batch = batch_of(([1, 2], 0, [0], True), params=params)
+    assert engine.step(batch) == drawn[:1]
+    batch = StepBatch()
+    batch.add(array("i", drawn[:1]), 2, array("i", [0]), (params, 1, array("i")))
+    assert engine.decode(batch, 5) == [[token] for token in drawn[1:]]
+
+
+def test_code_of_an_older_compiler_makes_one_step(code_bytes: bytes) -> None:
+    old = CodeObject(loader_fake.engine_code("WITHOUT_TRACE"))
+    with CpuEngine(old, WEIGHTS, 0, 256, kv_blocks=20) as engine:
+        one_step = [loader_fake.expected([5, 6], 1)]
+        assert engine.decode(batch_of(([5, 6], 0, [3], True)), 4) == one_step
 
 
 def test_optional_outputs(engine: CpuEngine) -> None:

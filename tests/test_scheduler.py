@@ -9,6 +9,7 @@ The expected tokens come from ``reference``, which has no blocks at all.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from zerolayer.runtime_stub.blocks import ROOT, BlockPool
 from zerolayer.runtime_stub.errors import ResourceError, UsageError
 from zerolayer.runtime_stub.scheduler import Scheduler, Sequence
-from zerolayer.runtime_stub.step import Limits, SamplingParams, StepBatch
+from zerolayer.runtime_stub.step import CALL_S, Limits, Pace, SamplingParams, StepBatch
 
 VOCAB = 50
 
@@ -48,6 +49,7 @@ class FakeModel:
         self.limits = limits
         self.kv: list[Any] = [None] * (n_blocks * limits.block_size)
         self.tokens_computed = 0
+        self.calls = 0  # of decode
 
     def copy_block(self, source: int, destination: int) -> None:
         size = self.limits.block_size
@@ -92,13 +94,52 @@ class FakeModel:
             out.append(rule(seen, row.params.seed, row.draw))
         return out
 
+    def decode(self, batch: StepBatch, steps: int, stop_ids: frozenset[int]) -> list[list[int]]:
+        """Single steps, each fed with what the one before chose."""
+        self.calls += 1
+        n = len(batch.rows)
+        assert len(batch.tokens) == len(batch.block_tables) == n
+        tokens, histories = batch.tokens, [array("i", r.history) for r in batch.rows]
+        out: list[list[int]] = []
+        while len(out) < steps and stop_ids.isdisjoint(out[-1] if out else ()):
+            step = StepBatch()
+            for s, row in enumerate(batch.rows):
+                assert len(batch.block_tables[s]) * self.limits.block_size >= (
+                    batch.positions[s] + steps
+                ), "no block for the last step"
+                row_now = (row.params, row.draw + len(out), histories[s])
+                place = batch.positions[s] + len(out)
+                step.add(tokens[s : s + 1], place, batch.block_tables[s], row_now)
+            out.append(self(step))
+            tokens = array("i", out[-1])
+            for history, token in zip(histories, tokens, strict=True):
+                history.append(token)
+        return out
 
-def make(n_blocks: int, copy: bool = True, **kw: int) -> tuple[Scheduler, FakeModel]:
+
+class FixedPace(Pace):
+    """So many steps a call."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.fixed = steps
+
+    def steps(self, most: int) -> int:
+        return min(self.fixed, most)
+
+
+def make(
+    n_blocks: int, copy: bool = True, steps: int = 0, **kw: int
+) -> tuple[Scheduler, FakeModel]:
+    """``steps``: of a call that decodes; 0: the driver makes single ones."""
     values = {"max_tokens": 16, "max_seqs": 4, "max_logit_rows": 4, "max_context": 64,
               "block_size": 4} | kw  # fmt: skip
     limits = Limits(**values)
     model = FakeModel(limits, n_blocks)
-    return Scheduler(limits, n_blocks, model, model.copy_block if copy else None), model
+    copy_block, decode = model.copy_block if copy else None, model.decode if steps else None
+    scheduler = Scheduler(limits, n_blocks, model, copy_block, decode)
+    scheduler._pace = FixedPace(steps)
+    return scheduler, model
 
 
 def drain(scheduler: Scheduler) -> None:
@@ -132,6 +173,7 @@ requests = st.lists(
     max_tokens=st.integers(1, 20),
     max_seqs=st.integers(1, 6),
     max_logit_rows=st.integers(1, 6),
+    steps=st.sampled_from([0, 1, 2, 5, 100]),
 )
 def test_tokens_do_not_depend_on_scheduling(
     requests: list[tuple[list[int], int, int, int]],
@@ -139,9 +181,14 @@ def test_tokens_do_not_depend_on_scheduling(
     max_tokens: int,
     max_seqs: int,
     max_logit_rows: int,
+    steps: int,
 ) -> None:
     scheduler, _ = make(
-        n_blocks, max_tokens=max_tokens, max_seqs=max_seqs, max_logit_rows=max_logit_rows
+        n_blocks,
+        steps=steps,
+        max_tokens=max_tokens,
+        max_seqs=max_seqs,
+        max_logit_rows=max_logit_rows,
     )
     stop = frozenset({7})
     todo = sorted(requests, key=lambda r: r[3])
@@ -241,6 +288,108 @@ def test_forks_share_and_diverge(copy: bool) -> None:
         expected.append(rule([1, 2, 3, 4, 5, 6, *expected], 1, len(expected)))
     assert twin.output == expected
     assert model.tokens_computed <= 6 + 2 * 12 + 4
+
+
+def test_several_steps_are_one_call_where_all_decode() -> None:
+    scheduler, model = make(40, steps=5)
+    seqs = [scheduler.add([i, i + 1], max_new_tokens=11) for i in range(2)]
+    assert scheduler.step() == seqs, "prefill is a step"
+    got = scheduler.step()
+    assert got == seqs * 5, "each sequence as often as it got a token"
+    assert (scheduler.n_steps, model.calls) == (6, 1)
+    late = scheduler.add([9], max_new_tokens=2)
+    assert late in scheduler.step(), "a prompt waits for one call"
+    drain(scheduler)
+    for i, seq in enumerate(seqs):
+        assert seq.output == reference([i, i + 1], 11)
+    assert late.output == reference([9], 2)
+    assert scheduler.n_steps < 13 + 2
+
+
+def test_the_end_of_one_sequence_ends_the_call() -> None:
+    scheduler, model = make(40, steps=30, max_context=64)
+    prompts = [[1, 2], [3, 4]]
+    stop = reference(prompts[0], 9)[7]  # not chosen before
+    assert reference(prompts[0], 30).index(stop) == 7
+    seqs = [scheduler.add(p, max_new_tokens=40, stop_ids={stop}) for p in prompts]
+    scheduler.step()
+    scheduler.step()
+    assert seqs[0].stopped_by == "eos"
+    assert model.tokens_computed == 4 + 2 * 7, "what comes after the end is not computed"
+    drain(scheduler)
+    for prompt, seq in zip(prompts, seqs, strict=True):
+        assert seq.output == reference(prompt, 40, stop=frozenset({stop}))
+
+
+def test_a_callback_drops_what_the_call_computed_past_it() -> None:
+    scheduler, _ = make(40, steps=9)
+    seen: list[int] = []
+
+    def on_token(seq: Sequence, token: int) -> bool:
+        seen.append(token)
+        return len(seq.output) == 4
+
+    seq = scheduler.add([1], on_token=on_token)
+    other = scheduler.add([2], max_new_tokens=20)
+    scheduler.step()
+    scheduler.step()
+    assert seq.output == seen == reference([1], 4)
+    assert (seq.finish_reason, seq.stopped_by) == ("stop", "stop_string")
+    drain(scheduler)
+    assert other.output == reference([2], 20)
+
+
+@pytest.mark.parametrize("at", range(2, 8))
+@pytest.mark.parametrize("length", [8, 20])  # 8: the parent ends in the call that it is forked in
+@pytest.mark.parametrize("end_parent", [True, False])
+def test_a_fork_amid_a_call_goes_on_from_what_was_handed_out(
+    at: int, length: int, end_parent: bool
+) -> None:
+    scheduler, _ = make(60, steps=7)
+    twins: list[Sequence] = []
+
+    def on_token(seq: Sequence, _token: int) -> bool:
+        if seq is parent and len(seq.output) == at:
+            twins.append(scheduler.fork(seq, sampling=SamplingParams(seed=1)))
+            return end_parent
+        return False
+
+    parent = scheduler.add([1, 2, 3], max_new_tokens=length, on_token=on_token)
+    drain(scheduler)
+    same = reference([1, 2, 3], length)
+    assert parent.output == (same[:at] if end_parent else same)
+    expected = same[:at]
+    while len(expected) < length:
+        expected.append(rule([1, 2, 3, *expected], 1, len(expected)))
+    assert twins[0].output == expected
+    known = [1, 2, 3, *same[:7]]
+    again = scheduler.add(known, max_new_tokens=5)
+    drain(scheduler)
+    assert again.output == reference(known, 5), "a known block was written to"
+
+
+def test_a_penalty_and_a_full_pool_are_single_steps() -> None:
+    scheduler, model = make(40, steps=5)
+    seq = scheduler.add([1], sampling=SamplingParams(repetition_penalty=1.1), max_new_tokens=6)
+    drain(scheduler)
+    assert model.calls == 0, "its history grows with each step"
+    assert seq.output == reference([1], 6)
+    scheduler, model = make(4, steps=9, max_context=16)
+    seqs = [scheduler.add([i], max_new_tokens=7) for i in range(2)]  # 8 positions each, all of it
+    drain(scheduler)
+    assert (scheduler.n_preemptions, model.calls > 0) == (0, True)
+    assert [s.output for s in seqs] == [reference([i], 7) for i in range(2)]
+
+
+def test_the_pace_is_what_fits_in_a_call() -> None:
+    pace = Pace()
+    assert pace.steps(100) == 1, "nothing is known yet"
+    pace.took(1, CALL_S / 5.5)
+    assert (pace.steps(100), pace.steps(3)) == (5, 3)
+    pace.took(5, 5 * CALL_S)
+    assert pace.steps(100) == 1
+    pace.took(1, 0.0)  # a clock that did not move
+    assert pace.steps(100) == 100
 
 
 def test_callback_stops_and_cancel_releases() -> None:

@@ -33,10 +33,10 @@ if TYPE_CHECKING:  # the loader in the artifact is a copy of this one
     from typing import Any
 
     from zerolayer.runtime_stub.session import Session
-    from zerolayer.runtime_stub.step import SamplingParams, StepBatch
+    from zerolayer.runtime_stub.step import Pace, SamplingParams, StepBatch
 else:
     from zerolayer_stub.session import Session
-    from zerolayer_stub.step import SamplingParams, StepBatch
+    from zerolayer_stub.step import Pace, SamplingParams, StepBatch
 
 ROW = (SamplingParams(), 0, array("i"))
 
@@ -64,12 +64,25 @@ class Runner:
             out += self.engine.step(batch, timed=timed)[: len(batch.rows)]
         return out
 
-    def decode(self, tokens: Sequence[int], position: int, timed: bool = False) -> list[int]:
-        """One more token of each sequence."""
+    def batch(self, tokens: Sequence[int], position: int) -> StepBatch:
+        """One token of each sequence."""
         batch = StepBatch()
         for s, token in enumerate(tokens):
             batch.add(array("i", (token,)), position, self.tables[s], ROW)
-        return list(self.engine.step(batch, timed=timed)[: len(tokens)])
+        return batch
+
+    def step(self, tokens: Sequence[int], position: int, timed: bool = False) -> Sequence[int]:
+        """One more token of each sequence."""
+        return self.engine.step(self.batch(tokens, position), timed=timed)
+
+    def decode(self, tokens: Sequence[int], position: int, steps: int) -> list[Sequence[int]]:
+        """``steps`` more tokens of each sequence, as many to a call as ``generate`` makes."""
+        return Pace().decode(
+            self.engine.decode,
+            lambda now, done, _count: self.batch(now, position + done),
+            tokens,
+            steps,
+        )
 
 
 class Stopwatch:
@@ -98,7 +111,7 @@ def timed_calls(runner: Runner, options: Any, tokens: list[int]) -> dict[str, li
         runner.prefill([prompt], timed=True)
         prefill.append(list(runner.engine.call_ns))
     for _ in range(15):
-        runner.decode(tokens, options.prompt, timed=True)
+        runner.step(tokens, options.prompt, timed=True)
         decode.append(list(runner.engine.call_ns))
     return {"prefill_ns": median_calls(prefill), "decode_ns": median_calls(decode)}
 
@@ -119,10 +132,13 @@ def main() -> None:
     ids, prefill_steps = [tokens[0]], len(watch.ns)
     drawn = common.drawn(OPTIONS)
     start = time.perf_counter()
-    for i in range(OPTIONS.new):
-        fed = [drawn[i]] * OPTIONS.batch if drawn else tokens
-        tokens = runner.decode(fed, OPTIONS.prompt + i)
-        ids.append(tokens[0])
+    if drawn or OPTIONS.steps:
+        for i in range(OPTIONS.new):
+            fed = [drawn[i]] * OPTIONS.batch if drawn else tokens
+            tokens = list(runner.step(fed, OPTIONS.prompt + i))
+            ids.append(tokens[0])
+    else:
+        ids += [chosen[0] for chosen in runner.decode(tokens, OPTIONS.prompt, OPTIONS.new)]
     decode = time.perf_counter() - start
     more: dict[str, Any] = timed_calls(runner, OPTIONS, tokens) if OPTIONS.calls else {}
     if OPTIONS.steps:
