@@ -4,8 +4,8 @@
  * kernels.  Next file: zl_linear_float.h.
  *
  * Work is split into (token tile, group of 16 outputs) items.  A token tile's activations stay in L2 while the
- * weights stream past once; a group's weights stay in L1 while the tile's tokens pass in register tiles of ZL_MT,
- * so a block is unpacked once per ZL_MT tokens.  A token's sums run over K in the same order in every tile size, and
+ * weights stream past once; a group's weights stay in L1 while the tile's tokens pass, some at a time (zl_many), which
+ * share the unpacking of each block.  A token's sums run over K in the same order in every tile size, and
  * in zl_linear_amx.h, which takes the sixteens of a token tile where the target multiplies matrix tiles.
  */
 #ifndef ZL_LINEAR_INT8_H
@@ -27,22 +27,41 @@
 #endif
 #define ZL_TILE_TOKENS 256 /* most tokens of a tile */
 
-/* CALL(n, first) for register tiles of 8, 4, 2, 1 tokens covering [begin, end) */
-#define ZL_TOKEN_TILES(begin, end, CALL)                    \
-  for (int64_t zl_m = (begin), zl_e = (end); zl_m < zl_e;) { \
-    if (zl_e - zl_m >= 8) {                                  \
-      CALL(8, zl_m);                                         \
-      zl_m += 8;                                             \
-    } else if (zl_e - zl_m >= 4) {                           \
-      CALL(4, zl_m);                                         \
-      zl_m += 4;                                             \
-    } else if (zl_e - zl_m >= 2) {                           \
-      CALL(2, zl_m);                                         \
-      zl_m += 2;                                             \
-    } else {                                                 \
-      CALL(1, zl_m);                                         \
-      zl_m += 1;                                             \
-    }                                                        \
+/* Most tokens that share the unpacking of a block.  With AVX-512 the codes stay in registers, and eight sums beside
+ * them.  Without it they go to the first cache and come back for four tokens at a time, so the more tokens the better
+ * (Zen 3: a product is 10 to 19 % faster with 32 than with 8). */
+#if ZL_AVX512
+#define ZL_MANY 8
+#else
+#define ZL_MANY 32
+#endif
+
+/* That, for rows of K activations: the rows' parts have to be in the first cache together, and rows that lie multiples of
+ * 4 KB apart share its 8 ways, as on every x86-64 processor whose first cache is found by the bits within a page. */
+ZL_KERNEL int64_t zl_many(int64_t K) {
+  const int64_t apart = (K & -K) < 64 ? 64 : (K & -K) < 4096 ? (K & -K) : 4096, fit = 8 * (4096 / apart);
+  return fit < ZL_MANY ? fit : ZL_MANY;
+}
+
+/* CALL(MT, first, n) for n tokens from `first` on, covering [begin, end): 4, 2 or 1, then MT is n, or a multiple of 8 up
+ * to `many`, then MT is 8. */
+#define ZL_TOKEN_TILES(many, begin, end, CALL)                                      \
+  for (int64_t zl_m = (begin), zl_e = (end); zl_m < zl_e;) {                        \
+    if (zl_e - zl_m >= 8) {                                                         \
+      const int64_t zl_8 = (many) == 8 || zl_e - zl_m < 16 ? 8                      \
+                           : zl_e - zl_m >= (many) ? (many) : (zl_e - zl_m) / 8 * 8; \
+      CALL(8, zl_m, zl_8);                                                          \
+      zl_m += zl_8;                                                                 \
+    } else if (zl_e - zl_m >= 4) {                                                  \
+      CALL(4, zl_m, 4);                                                             \
+      zl_m += 4;                                                                    \
+    } else if (zl_e - zl_m >= 2) {                                                  \
+      CALL(2, zl_m, 2);                                                             \
+      zl_m += 2;                                                                    \
+    } else {                                                                        \
+      CALL(1, zl_m, 1);                                                             \
+      zl_m += 1;                                                                    \
+    }                                                                               \
   }
 
 /* Tokens per tile: `row_bytes` each, within ZL_TILE_BYTES, a multiple of ZL_TILE_STEP, all tiles of a call about equal. */
@@ -65,20 +84,20 @@ typedef struct zl_bundle {
   const int8_t *q;    /* [T, K] */
   const float *scale; /* [T, K/32] */
   const float *sums;  /* [T, K/16] */
-  const zl_tile_word *words; /* [tile, K/32], from token words_from on; zl_tile_words */
+  const zl_tile_word *words; /* [tile, K/32], from token words_from on, zl_tile_words; NULL: there are no totals */
   int64_t words_from;
 } zl_bundle;
 
 #define ZL_TILE_BLOCKS (ZL_TILE_BYTES / 32 + ZL_TILE_STEP * 2048) /* blocks of 32 columns in a token tile, K <= 64 Ki */
 
-/* Once per tile of tokens [t0, t1): what a block's integer sums start from, so that the zero point needs no
- * multiply-add; the tokens of tile products need none, but the totals for the minimum. */
+/* Once per tile of tokens [t0, t1), into space: what a block's integer sums start from, so that the zero point needs no
+ * multiply-add (the tokens of tile products need none), or the totals for the minimum. */
 ZL_KERNEL void zl_tile_words(int format, zl_bundle *a, int64_t t0, int64_t t1, int64_t K, zl_tile_word *space) {
   const int64_t from = zl_amx_until(t0, t1), KB = K / 32;
   a->words = space;
   a->words_from = t0;
   if (zl_has_totals(format))
-    for (int64_t i = t0 * KB; i < from * KB; i++) space[i - t0 * KB].total = a->sums[2 * i] + a->sums[2 * i + 1];
+    for (int64_t i = t0 * KB; i < t1 * KB; i++) space[i - t0 * KB].total = a->sums[2 * i] + a->sums[2 * i + 1];
   if (!zl_zero_point(format)) return;
   const v64u8 point = (v64u8){0} + (uint8_t)zl_zero_point(format);
   for (int64_t i = from * KB; i < t1 * KB; i++) {
@@ -125,6 +144,8 @@ ZL_KERNEL int zl_walk_item(const zl_task *t, zl_walk *w) {
 
 /* The words of the item's tokens, for weights of this format, if they are not at hand. */
 ZL_KERNEL void zl_walk_words(zl_walk *w, int format, zl_bundle *a, int64_t K) {
+  a->words = w->words; /* said each time: that it is not NULL is a constant of the products' code */
+  a->words_from = w->t0;
   if (w->words_at == w->t0 && w->format == format) return;
   zl_tile_words(w->format = format, a, w->words_at = w->t0, w->t1, K, w->words);
 }
@@ -146,13 +167,13 @@ ZL_KERNEL void zl_dot_block(int format, int MT, const zl_block *b, const zl_nibb
                             int64_t K, int64_t kb, v16f *acc) {
   const int64_t KB = K / 32;
   const float *scale = a.scale + first * KB, *sums = a.sums + first * KB * 2;
-  const int has_zero = zl_zero_point(format) != 0;
-  const zl_tile_word *zeros = has_zero ? a.words + (first - a.words_from) * KB : NULL;
+  const int has_zero = zl_zero_point(format) != 0, has_total = zl_has_totals(format) && a.words;
+  const zl_tile_word *words = has_zero || has_total ? a.words + (first - a.words_from) * KB : NULL;
   v16i p[ZL_DOT_TOKENS][2];
   ZL_UNROLL
   for (int m = 0; m < MT; m++) {
     p[m][0] = p[m][1] = (v16i){0};
-    if (has_zero) p[m][0] = p[m][0] + zeros[m * KB + kb].zero;
+    if (has_zero) p[m][0] = p[m][0] + words[m * KB + kb].zero;
   }
   zl_block_dots(format, MT, b, n, a.q + first * K + kb * 32, K, p);
   ZL_UNROLL
@@ -161,7 +182,7 @@ ZL_KERNEL void zl_dot_block(int format, int MT, const zl_block *b, const zl_nibb
     v16f f = zl_to_float(p[m][0]) * b->scale[0];
     if (zl_scale_cols(format) == 32) {
       acc[m] = zl_fma(f, zl_set(s), acc[m]);
-      if (!has_zero) acc[m] = zl_fma(b->min[0], zl_set(sum[0] + sum[1]), acc[m]);
+      if (!has_zero) acc[m] = zl_fma(b->min[0], zl_set(has_total ? words[m * KB + kb].total : sum[0] + sum[1]), acc[m]);
     } else {
       f = zl_fma(zl_to_float(p[m][1]), b->scale[1], f);
       acc[m] = zl_fma(f, zl_set(s), acc[m]);
@@ -171,26 +192,29 @@ ZL_KERNEL void zl_dot_block(int format, int MT, const zl_block *b, const zl_nibb
   }
 }
 
-/* acc[m] = 16 outputs of the group at w (rows16) for token first + m, m < MT.  Columns outside, tokens inside: MT
- * independent chains hide the latency of the products. */
-ZL_KERNEL void zl_dot_int8(int format, int MT, zl_bundle a, int64_t first, int64_t K, const uint8_t *w, v16f *acc) {
+/* acc[m] = 16 outputs of the group at w (rows16) for token first + m, m < n; MT and n as in ZL_TOKEN_TILES.  Columns
+ * outside, tokens inside: independent chains hide the latency of the products. */
+ZL_KERNEL void zl_dot_int8(int format, int MT, int64_t n, zl_bundle a, int64_t first, int64_t K, const uint8_t *w,
+                           v16f *acc) {
   const int64_t bytes = zl_block_bytes(format) * 32 / zl_block_cols(format);
-  ZL_UNROLL
-  for (int m = 0; m < MT; m++) acc[m] = zl_set(0.0f);
+  for (int64_t i = 0; i < n; i += MT) {
+    ZL_UNROLL
+    for (int m = 0; m < MT; m++) acc[i + m] = zl_set(0.0f);
+  }
   ZL_NO_UNROLL
   for (int64_t kb = 0; kb < K / 32; kb++) {
     zl_block b;
-    zl_nibbled n;
+    zl_nibbled upper;
     zl_block_load(format, w, kb, &b);
-    zl_take_apart(format, &b, &n);
+    zl_take_apart(format, &b, &upper);
     zl_ask_ahead(MT, w + kb * bytes, bytes);
     if (MT <= ZL_DOT_TOKENS) {
-      zl_dot_block(format, MT, &b, &n, a, first, K, kb, acc);
+      zl_dot_block(format, MT, &b, &upper, a, first, K, kb, acc);
       continue;
     }
     ZL_NO_UNROLL /* codes and sums in memory, and the registers to a part of the tokens at a time */
-    for (int m = 0; m < MT; m += ZL_DOT_TOKENS)
-      zl_dot_block(format, ZL_DOT_TOKENS, &b, &n, a, first + m, K, kb, acc + m);
+    for (int64_t m = 0; m < n; m += ZL_DOT_TOKENS)
+      zl_dot_block(format, ZL_DOT_TOKENS, &b, &upper, a, first + m, K, kb, acc + m);
   }
 }
 
@@ -204,10 +228,10 @@ ZL_KERNEL void zl_dot_amx(int format, zl_bundle a, int64_t t0, int64_t until, in
 
 /* The lines of `to` [T, N] where the outputs of group g go, for several tokens: the sums take longer than the caches
  * take to bring them.  Rows of whole 4 KB share one set of the first cache, which the sums would empty: into the second. */
-ZL_KERNEL void zl_ask_outputs(int MT, const float *to, int64_t first, int64_t g, int64_t N) {
-  if (MT <= 2 || !to) return;
-  ZL_UNROLL
-  for (int m = 0; m < MT; m++) {
+ZL_KERNEL void zl_ask_outputs(int64_t n, const float *to, int64_t first, int64_t g, int64_t N) {
+  if (n <= 2 || !to) return;
+  ZL_NO_UNROLL
+  for (int64_t m = 0; m < n; m++) {
     const float *line = to + (first + m) * N + 16 * g;
     if (N % 1024)
       __builtin_prefetch(line, 1, 3);
@@ -231,13 +255,14 @@ ZL_KERNEL void zl_linear_int8_put(int MT, const v16f *acc, int64_t first, int64_
   }
 }
 
-ZL_KERNEL void zl_linear_int8_tile(int format, int MT, zl_bundle a, int64_t first, int64_t g, const uint8_t *w,
-                                   const float *bias, const float *residual, float *out, int64_t N, int64_t K,
-                                   int act) {
-  v16f acc[8];
-  zl_ask_outputs(MT, residual ? residual : out, first, g, N);
-  zl_dot_int8(format, MT, a, first, K, w + g * zl_group_bytes(format, K), acc);
-  zl_linear_int8_put(MT, acc, first, g, bias, residual, out, N, act);
+ZL_KERNEL void zl_linear_int8_tile(int format, int MT, int64_t n, zl_bundle a, int64_t first, int64_t g,
+                                   const uint8_t *w, const float *bias, const float *residual, float *out, int64_t N,
+                                   int64_t K, int act) {
+  v16f acc[ZL_MANY];
+  zl_ask_outputs(n, residual ? residual : out, first, g, N);
+  zl_dot_int8(format, MT, n, a, first, K, w + g * zl_group_bytes(format, K), acc);
+  ZL_NO_UNROLL
+  for (int64_t m = 0; m < n; m += MT) zl_linear_int8_put(MT, acc + m, first + m, g, bias, residual, out, N, act);
 }
 
 /* Tokens t0 .. until, which go through tile products. */
@@ -260,8 +285,8 @@ ZL_KERNEL void zl_linear_int8_all(const zl_task *t, int64_t rows, zl_bundle a, c
     zl_walk_words(&walk, format, &a, K);
     if (walk.until > walk.t0)
       zl_linear_amx_tile(format, a, walk.t0, walk.until, g, w, bias, residual, out, N, K, act);
-#define ZL_CALL(MT, first) zl_linear_int8_tile(format, MT, a, first, g, w, bias, residual, out, N, K, act)
-    ZL_TOKEN_TILES(walk.until, walk.t1, ZL_CALL)
+#define ZL_CALL(MT, first, n) zl_linear_int8_tile(format, MT, n, a, first, g, w, bias, residual, out, N, K, act)
+    ZL_TOKEN_TILES(zl_many(K), walk.until, walk.t1, ZL_CALL)
 #undef ZL_CALL
   }
 }
@@ -301,16 +326,19 @@ ZL_KERNEL void zl_gated_join(int MT, v16f *h, v16f *u, int64_t g, const float *b
   }
 }
 
-ZL_KERNEL void zl_gated_int8_tile(int format, int MT, zl_bundle a, int64_t first, int64_t g, const uint8_t *gate,
-                                  const uint8_t *up, const float *bias_gate, const float *bias_up, int64_t N,
-                                  int64_t K, int act, v16f *h) {
-  v16f sums[8], u[8]; /* not h: sums behind a pointer would live in memory */
+ZL_KERNEL void zl_gated_int8_tile(int format, int MT, int64_t n, zl_bundle a, int64_t first, int64_t g,
+                                  const uint8_t *gate, const uint8_t *up, const float *bias_gate,
+                                  const float *bias_up, int64_t N, int64_t K, int act, v16f *h) {
+  v16f sums[ZL_MANY], u[ZL_MANY]; /* not h: sums behind a pointer would live in memory */
   const int64_t at = g * zl_group_bytes(format, K);
-  zl_dot_int8(format, MT, a, first, K, gate + at, sums);
-  zl_dot_int8(format, MT, a, first, K, up + at, u);
-  zl_gated_join(MT, sums, u, g, bias_gate, bias_up, N, act);
-  ZL_UNROLL
-  for (int m = 0; m < MT; m++) h[m] = sums[m];
+  zl_dot_int8(format, MT, n, a, first, K, gate + at, sums);
+  zl_dot_int8(format, MT, n, a, first, K, up + at, u);
+  ZL_NO_UNROLL
+  for (int64_t i = 0; i < n; i += MT) {
+    zl_gated_join(MT, sums + i, u + i, g, bias_gate, bias_up, N, act);
+    ZL_UNROLL
+    for (int m = 0; m < MT; m++) h[i + m] = sums[i + m];
+  }
 }
 
 /* Sums of `groups` groups from g on, of gate and up, for tokens t0 .. until: [groups][2][ZL_TILE_TOKENS][16] */
@@ -348,13 +376,13 @@ ZL_KERNEL void zl_gated_linear_int8(const zl_task *t, int64_t rows, const int8_t
       for (int64_t m = 0; m < until - t0; m++)
         zl_store_n(out + (t0 + m) * N + 16 * g, zl_gated_amx_one(sums, m, g, bias_gate, bias_up, N, activation), n);
     }
-#define ZL_CALL(MT, first)                                                                                 \
-  do {                                                                                                     \
-    v16f h[8];                                                                                             \
-    zl_gated_int8_tile(format, MT, a, first, g, gate, up, bias_gate, bias_up, N, K, activation, h);        \
-    for (int m = 0; m < MT; m++) zl_store_n(out + ((first) + m) * N + 16 * g, h[m], n);                    \
+#define ZL_CALL(MT, first, n_tokens)                                                                             \
+  do {                                                                                                           \
+    v16f h[ZL_MANY];                                                                                             \
+    zl_gated_int8_tile(format, MT, n_tokens, a, first, g, gate, up, bias_gate, bias_up, N, K, activation, h);    \
+    for (int64_t m = 0; m < (n_tokens); m++) zl_store_n(out + ((first) + m) * N + 16 * g, h[m], n);               \
   } while (0)
-    ZL_TOKEN_TILES(until, walk.t1, ZL_CALL)
+    ZL_TOKEN_TILES(zl_many(K), until, walk.t1, ZL_CALL)
 #undef ZL_CALL
   }
 }
@@ -383,14 +411,15 @@ ZL_KERNEL void zl_gated_linear_quantize_int8(const zl_task *t, int64_t rows, con
                       out_sums + row * (N / 16) + 2 * g);
       }
     }
-#define ZL_CALL(MT, first)                                                                                      \
-  do {                                                                                                          \
-    v16f h[2][8];                                                                                               \
-    for (int64_t s = 0; s < 2; s++)                                                                             \
-      zl_gated_int8_tile(format, MT, a, first, 2 * g + s, gate, up, bias_gate, bias_up, N, K, activation, h[s]); \
-    zl_quantize32_rows(MT, h[0], h[1], first, g, N, out_q, out_scale, out_sums);                                \
+#define ZL_CALL(MT, first, n)                                                                                          \
+  do {                                                                                                                 \
+    v16f h[2][ZL_MANY];                                                                                                \
+    for (int64_t s = 0; s < 2; s++)                                                                                    \
+      zl_gated_int8_tile(format, MT, n, a, first, 2 * g + s, gate, up, bias_gate, bias_up, N, K, activation, h[s]);    \
+    for (int64_t m = 0; m < (n); m += MT)                                                                              \
+      zl_quantize32_rows(MT, h[0] + m, h[1] + m, (first) + m, g, N, out_q, out_scale, out_sums);                       \
   } while (0)
-    ZL_TOKEN_TILES(until, walk.t1, ZL_CALL)
+    ZL_TOKEN_TILES(zl_many(K), until, walk.t1, ZL_CALL)
 #undef ZL_CALL
   }
 }

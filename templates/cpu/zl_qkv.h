@@ -58,18 +58,20 @@ ZL_KERNEL int zl_qkv_role(const zl_qkv_shape *s, int64_t item, int64_t *head) {
   return item < s->H ? 0 : item < s->H + s->KVH ? 1 : 2;
 }
 
-/* Head `head` of `role` for tokens first .. first + MT. */
+/* Head `head` of `role` for tokens first .. first + n. */
 ZL_KERNEL void zl_qkv_int8_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int format, int role, int MT,
-                                zl_bundle a, int64_t first, int64_t head) {
-  _Alignas(64) float x[8][ZL_MAX_HEAD_DIM];
+                                int64_t n, zl_bundle a, int64_t first, int64_t head) {
+  _Alignas(64) float x[ZL_MANY][ZL_MAX_HEAD_DIM];
   for (int64_t g = 0; g < s->hd / 16; g++) {
-    v16f acc[8];
+    v16f acc[ZL_MANY];
     const int64_t group = head * s->hd / 16 + g;
-    zl_dot_int8(format, MT, a, first, s->K, p->w[role] + group * zl_group_bytes(format, s->K), acc);
-    ZL_UNROLL
-    for (int m = 0; m < MT; m++) zl_store(x[m] + 16 * g, acc[m]);
+    zl_dot_int8(format, MT, n, a, first, s->K, p->w[role] + group * zl_group_bytes(format, s->K), acc);
+    for (int64_t i = 0; i < n; i += MT) {
+      ZL_UNROLL
+      for (int m = 0; m < MT; m++) zl_store(x[i + m] + 16 * g, acc[i + m]);
+    }
   }
-  for (int m = 0; m < MT; m++) zl_qkv_finish(t, p, s, role, first + m, head, x[m]);
+  for (int64_t m = 0; m < n; m++) zl_qkv_finish(t, p, s, role, first + m, head, x[m]);
 }
 
 /* The same for tokens t0 .. until, which go through tile products: as many at once as ZL_QKV_FLOATS holds. */
@@ -100,12 +102,12 @@ ZL_KERNEL void zl_qkv_int8_all(const zl_task *t, int64_t rows, const zl_qkv *p, 
     const int role = zl_qkv_role(s, walk.g, &head);
     zl_walk_words(&walk, role == 0 ? format_q : role == 1 ? format_k : format_v, &a, s->K);
     /* equal formats share one body: the role only chooses pointers */
-#define ZL_CALL(MT, first) zl_qkv_int8_tile(t, p, s, zl_format, zl_role, MT, a, first, head)
+#define ZL_CALL(MT, first, n) zl_qkv_int8_tile(t, p, s, zl_format, zl_role, MT, n, a, first, head)
 #define ZL_ROLE(fixed_format, fixed_role)                                                                 \
   do {                                                                                                    \
     const int zl_format = fixed_format, zl_role = fixed_role;                                             \
     if (walk.until > walk.t0) zl_qkv_amx_tile(t, p, s, zl_format, zl_role, a, walk.t0, walk.until, head); \
-    ZL_TOKEN_TILES(walk.until, walk.t1, ZL_CALL)                                                          \
+    ZL_TOKEN_TILES(zl_many(s->K), walk.until, walk.t1, ZL_CALL)                                           \
   } while (0)
     if (format_q == format_k && format_k == format_v)
       ZL_ROLE(format_q, role);
