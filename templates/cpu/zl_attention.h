@@ -195,12 +195,35 @@ ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, int fetch, const zl
   zl_weigh(a, QB, fetch, s, factor, at, positions, out);
 }
 
-/* All queries of a tile, one chunk: 4 at a time, the rest together, each number a constant of its own code, which keeps
+#if !ZL_AVX512
+/* zl_chunk of ZL_MANY_QUERIES, of which the last is the one that attends to the furthest position. */
+ZL_KERNEL void zl_chunk_many(const zl_attention_shape *a, const zl_queries *tile, int64_t i, int64_t c0,
+                             int64_t positions, const zl_chunk_at *at, zl_seen *seen) {
+  _Alignas(64) float s[ZL_MANY_QUERIES][ZL_CHUNK];
+  float factor[ZL_MANY_QUERIES];
+  float *out[ZL_MANY_QUERIES];
+  const int64_t stride = (a->head_dim + 15) / 16 * 16, wanted = tile->last[i + ZL_MANY_QUERIES - 1] - c0 + 1;
+  if (wanted < positions) positions = wanted;
+  if (positions < 1) return;
+  const int64_t vectors = (positions + 15) / 16;
+  zl_scores_many(a, tile->q + i, at, vectors, s);
+  zl_softmax_chunk(a, ZL_MANY_QUERIES, s, vectors, c0, tile->from + i, tile->last + i, seen->max + i, seen->sum + i,
+                   factor);
+  for (int m = 0; m < ZL_MANY_QUERIES; m++) out[m] = seen->out + (i + m) * stride;
+  zl_weigh_many(a, s, factor, at, positions, out);
+}
+#endif
+
+/* All queries of a tile, one chunk: 4 at a time (without AVX-512 sixes of many), the rest together, each number a constant of its own code, which keeps
  * sums in registers.  Few queries have as much to read as to compute: the first of them ask for the next chunk. */
 ZL_KERNEL void zl_chunk_tile(const zl_attention_shape *a, const zl_queries *tile, int64_t c0, int64_t positions,
                              const zl_chunk_at *at, zl_seen *seen) {
   int fetch = tile->n <= ZL_FETCH_QUERIES ? ZL_FETCH_L2 : 0;
   int64_t i = 0;
+#if !ZL_AVX512
+  if (tile->n > ZL_FETCH_QUERIES)
+    for (; i + ZL_MANY_QUERIES <= tile->n; i += ZL_MANY_QUERIES) zl_chunk_many(a, tile, i, c0, positions, at, seen);
+#endif
   for (; i + 4 <= tile->n; i += 4, fetch = 0) zl_chunk(a, 4, fetch, tile, i, c0, positions, at, seen);
   if (tile->n - i == 3) zl_chunk(a, 3, fetch, tile, i, c0, positions, at, seen);
   if (tile->n - i == 2) zl_chunk(a, 2, fetch, tile, i, c0, positions, at, seen);

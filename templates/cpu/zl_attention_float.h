@@ -166,4 +166,54 @@ ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[
   }
 }
 
+#if !ZL_AVX512
+/* Queries whose sums, one vector of 16 each, fill the registers beside a vector of keys or values.  Many queries, as of a
+ * prompt, find both in the first caches and ask for nothing.  Twelve chains of multiply-adds do not wait for each other,
+ * as the eight of four queries do. */
+#define ZL_MANY_QUERIES 6
+
+/* zl_scores of ZL_MANY_QUERIES */
+ZL_KERNEL void zl_scores_many(const zl_attention_shape *a, const float *const *q, const zl_chunk_at *at,
+                              int64_t vectors, float s[][ZL_CHUNK]) {
+  const int64_t step = a->block_size * zl_kv_bytes(a->kv_dtype);
+  for (int64_t v = 0; v < vectors; v++) {
+    const char *k = at->k[v];
+    v16f acc[ZL_MANY_QUERIES];
+    ZL_UNROLL
+    for (int i = 0; i < ZL_MANY_QUERIES; i++) acc[i] = zl_set(0.0f);
+    ZL_NO_UNROLL /* else the compiler takes the keys of two elements at once, and has no registers for them */
+    for (int64_t d = 0; d < a->head_dim; d++, k += step) {
+      const v16f x = zl_kv_load(k, a->kv_dtype);
+      ZL_UNROLL
+      for (int i = 0; i < ZL_MANY_QUERIES; i++) acc[i] = zl_fma(zl_set(q[i][d]), x, acc[i]);
+    }
+    ZL_UNROLL
+    for (int i = 0; i < ZL_MANY_QUERIES; i++) zl_store(s[i] + 16 * v, acc[i]);
+  }
+}
+
+/* zl_weigh of ZL_MANY_QUERIES */
+ZL_KERNEL void zl_weigh_many(const zl_attention_shape *a, float s[][ZL_CHUNK], const float *factor,
+                             const zl_chunk_at *at, int64_t positions, float *const *out) {
+  const int64_t bytes = zl_kv_bytes(a->kv_dtype), hd = a->head_dim;
+  for (int64_t d = 0; d < hd; d += 16) {
+    v16f acc[ZL_MANY_QUERIES];
+    ZL_UNROLL
+    for (int i = 0; i < ZL_MANY_QUERIES; i++) acc[i] = zl_load(out[i] + d) * factor[i];
+    for (int64_t p = 0; p < positions;) {
+      const char *row = at->v[p / 16] + d * bytes;
+      const int64_t end = p + 16 < positions ? p + 16 : positions;
+      ZL_NO_UNROLL
+      for (; p < end; p++, row += hd * bytes) {
+        const v16f x = zl_kv_load_n(row, a->kv_dtype, hd % 16 ? hd - d : 16);
+        ZL_UNROLL
+        for (int i = 0; i < ZL_MANY_QUERIES; i++) acc[i] = zl_fma(zl_set(s[i][p]), x, acc[i]);
+      }
+    }
+    ZL_UNROLL
+    for (int i = 0; i < ZL_MANY_QUERIES; i++) zl_store(out[i] + d, acc[i]);
+  }
+}
+#endif
+
 #endif
