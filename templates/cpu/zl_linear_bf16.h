@@ -17,7 +17,7 @@
 #if ZL_AVX512
 #define ZL_BF16_ROWS 8 /* tokens in a register tile; with two groups, 16 of 32 registers hold sums */
 #else
-#define ZL_BF16_ROWS 4 /* 8 of 16 for one group at a time */
+#define ZL_BF16_ROWS 6 /* 12 of 16 for one group at a time, and chains enough that none waits for itself */
 #endif
 
 /* Pairs from one token to the next: an odd multiple of 16, so that the tokens of a register tile do not meet in the
@@ -77,12 +77,45 @@ ZL_KERNEL void zl_no_sums(int NG, int MT, v16f acc[][8]) {
   }
 }
 
+#if !ZL_AVX512
+/* zl_dot_16 of one group for ZL_BF16_ROWS tokens.  Their sums leave registers for one column of weights at a time, so each
+ * pair is loaded twice, no load may move up past the column before it, and the code is a function of its own, in which
+ * nothing else is live. */
+static __attribute__((noinline, unused)) void zl_dot_16_rows(const zl_pair *x, int64_t stride, int64_t pairs,
+                                                             const uint8_t *w, const uint8_t *ask, int64_t asked,
+                                                             int64_t step, v16f *sums) {
+  v16f acc[ZL_BF16_ROWS];
+  ZL_UNROLL
+  for (int m = 0; m < ZL_BF16_ROWS; m++) acc[m] = zl_set(0.0f);
+  ZL_NO_UNROLL
+  for (int64_t k = 0; k < pairs; k++, x++, w += 64, asked += step) {
+    if (ask) __builtin_prefetch(ask + (asked >> 8), 0, 3);
+    const v16f odd = (v16f)((v16u)zl_load_bytes(w) & 0xffff0000u);
+    ZL_UNROLL
+    for (int m = 0; m < ZL_BF16_ROWS; m++) acc[m] = zl_fma(odd, zl_set(x[m * stride].odd), acc[m]);
+    __asm__ volatile("" ::: "memory");
+    const v16f even = (v16f)((v16u)zl_load_bytes(w) << 16);
+    ZL_UNROLL
+    for (int m = 0; m < ZL_BF16_ROWS; m++) acc[m] = zl_fma(even, zl_set(x[m * stride].even), acc[m]);
+    __asm__ volatile("" ::: "memory");
+  }
+  ZL_UNROLL
+  for (int m = 0; m < ZL_BF16_ROWS; m++) sums[m] = acc[m];
+}
+#endif
+
 /* One group of K columns in 16 bits at w[s], while `bytes` of what follows are asked for from ask[s] on. */
 ZL_KERNEL void zl_dot_16(int NG, int MT, const zl_pair *x, int64_t K, const uint8_t *const *w,
                          const uint8_t *const *ask, int64_t bytes, zl_turn turn, v16f acc[][8]) {
   const int64_t stride = zl_pair_stride(K), pairs = (K + 1) / 2;
   const int64_t step = bytes * 256 / (pairs * turn.of); /* 256ths of a byte, of a line at most */
   int64_t asked = turn.number * pairs * step;
+#if !ZL_AVX512
+  if (MT == ZL_BF16_ROWS) {
+    zl_dot_16_rows(x, stride, pairs, w[0], turn.of > 1 ? ask[0] : NULL, asked, step, acc[0]);
+    return;
+  }
+#endif
   zl_no_sums(NG, MT, acc);
   ZL_NO_UNROLL
   for (int64_t k = 0; k < pairs; k++, asked += step) {
@@ -202,9 +235,9 @@ ZL_KERNEL char *zl_bf16_room(const zl_task *t, int format, int64_t groups, int64
     const zl_pair *zl_p = (px) + (zl_m - (t0)) * zl_pair_stride(K);                      \
     const int64_t zl_of = ((t1) - (t0) + ZL_BF16_ROWS - 1) / ZL_BF16_ROWS;               \
     const zl_turn zl_turn_ = {(zl_m - (t0)) / ZL_BF16_ROWS, zl_of, zl_of > 1 ? (room) : NULL}; \
-    if (ZL_BF16_ROWS >= 8 && zl_left >= 8) {                                             \
+    if (zl_left >= ZL_BF16_ROWS) {                                                       \
       CALL(NG, ZL_BF16_ROWS, zl_m, zl_p, zl_turn_, item);                                \
-      zl_m += 8;                                                                         \
+      zl_m += ZL_BF16_ROWS;                                                              \
     } else if (zl_left >= 4) {                                                           \
       CALL(NG, 4, zl_m, zl_p, zl_turn_, item);                                           \
       zl_m += 4;                                                                         \

@@ -4,7 +4,8 @@
  * weights with bf16 activations).
  *
  * Weights of any format become float32 in registers, exactly; activations are float32, for the kind bf16 rounded to
- * bfloat16 first; sums are float32, even and odd columns apart, so that two chains of multiply-adds overlap.
+ * bfloat16 first; sums are float32, even and odd columns apart, so that two chains of multiply-adds overlap.  Three
+ * tokens and more keep one of the two in registers where these are few (zl_dot_spans).
  * The rounded and padded activations of a tile of tokens live in this thread's scratch: cpu_rows.scratch_bytes.
  */
 #ifndef ZL_LINEAR_FLOAT_H
@@ -92,8 +93,96 @@ ZL_KERNEL void zl_dot_blocks(int format, int MT, const float *x, int64_t K, cons
   }
 }
 
-/* acc[m] = 16 outputs of the group at w for row m of x f32[MT, padded K] */
-ZL_KERNEL void zl_dot_float(int format, int MT, const float *x, int64_t K, const uint8_t *w, v16f *acc) {
+#if !ZL_AVX512
+/* Three tokens and more, without AVX-512: registers hold the sums of six for even columns alone, or odd ones, beside one
+ * column of weights.  So some columns of the group become float32 in the first cache, and all tokens pass them, twice. */
+#define ZL_SPAN_COLUMNS 128 /* 8 KB; even */
+
+/* Columns k0 .. k0 + n of the group at w as float32 [n][16]: in `to`, or where they lie. */
+ZL_KERNEL const float *zl_float_columns(int format, const uint8_t *w, int64_t k0, int64_t n, float *to) {
+  if (format == ZL_FMT_F32) return (const float *)(const void *)(w + 64 * k0);
+  if (!zl_is_plain(format)) {
+    for (int64_t kb = 0; kb < n / 32; kb++) {
+      zl_block b;
+      zl_block_load(format, w, k0 / 32 + kb, &b);
+      ZL_UNROLL
+      for (int i = 0; i < 32; i++) {
+        const int h = zl_scale_cols(format) == 16 ? i / 16 : 0;
+        zl_store(to + 16 * (32 * kb + i), zl_code_to_float(b.code[i / 4], i % 4, b.scale[h], b.min[h]));
+      }
+    }
+    return to;
+  }
+  for (int64_t k = 0; k < n; k += 2) { /* of an odd number the last has room beside it, and none in an f16 group */
+    const uint8_t *p = w + (k0 + k) * 32;
+    if (format == ZL_FMT_F16) {
+      zl_store(to + 16 * k, zl_load_half(p));
+      if (k + 1 < n) zl_store(to + 16 * k + 16, zl_load_half(p + 32));
+    } else {
+      const v16u pair = (v16u)zl_load_bytes(p);
+      zl_store(to + 16 * k, (v16f)(pair << 16));
+      zl_store(to + 16 * k + 16, (v16f)(pair & 0xffff0000u));
+    }
+  }
+  return to;
+}
+
+/* even[m], odd[m] += the columns for MT tokens.  No load may move up past the column before it: the compiler would take
+ * two at once and keep sums in memory. */
+ZL_KERNEL void zl_span_rows(int MT, const float *x, int64_t stride, const float *w, int64_t columns, v16f *even,
+                            v16f *odd) {
+  for (int64_t h = 0; h < 2; h++) {
+    v16f acc[6], *sums = h ? odd : even;
+    ZL_UNROLL
+    for (int m = 0; m < MT; m++) acc[m] = sums[m];
+    ZL_NO_UNROLL
+    for (int64_t k = h; k < columns; k += 2) {
+      const v16f column = zl_load(w + 16 * k);
+      ZL_UNROLL
+      for (int m = 0; m < MT; m++) acc[m] = zl_fma(column, zl_set(x[m * stride + k]), acc[m]);
+      __asm__ volatile("" ::: "memory");
+    }
+    ZL_UNROLL
+    for (int m = 0; m < MT; m++) sums[m] = acc[m];
+  }
+}
+
+/* Functions of their own: nothing else is live in them, and all kernels share them. */
+#define ZL_SPAN_ROWS(MT)                                                                                            \
+  static __attribute__((noinline, unused)) void zl_span_rows_##MT(const float *x, int64_t stride, const float *w,   \
+                                                                  int64_t columns, v16f *even, v16f *odd) {         \
+    zl_span_rows(MT, x, stride, w, columns, even, odd);                                                             \
+  }
+ZL_SPAN_ROWS(6)
+ZL_SPAN_ROWS(2)
+ZL_SPAN_ROWS(1)
+
+ZL_KERNEL void zl_dot_spans(int format, int64_t n, const float *x, int64_t K, const uint8_t *w, v16f *acc) {
+  const int64_t stride = zl_padded_k(K);
+  _Alignas(64) float span[ZL_SPAN_COLUMNS * 16];
+  v16f even[ZL_MANY], odd[ZL_MANY];
+  for (int64_t m = 0; m < n; m++) even[m] = odd[m] = zl_set(0.0f);
+  for (int64_t k0 = 0; k0 < K; k0 += ZL_SPAN_COLUMNS) {
+    const int64_t columns = K - k0 < ZL_SPAN_COLUMNS ? K - k0 : ZL_SPAN_COLUMNS;
+    const float *p = zl_float_columns(format, w, k0, columns, span);
+    int64_t m = 0;
+    for (; m + 6 <= n; m += 6) zl_span_rows_6(x + m * stride + k0, stride, p, columns, even + m, odd + m);
+    for (; m + 2 <= n; m += 2) zl_span_rows_2(x + m * stride + k0, stride, p, columns, even + m, odd + m);
+    if (m < n) zl_span_rows_1(x + m * stride + k0, stride, p, columns, even + m, odd + m);
+  }
+  for (int64_t m = 0; m < n; m++) acc[m] = even[m] + odd[m];
+}
+#endif
+
+/* acc[m] = 16 outputs of the group at w for row m of x f32[n, padded K]; MT and n as in ZL_FLOAT_CALLS */
+ZL_KERNEL void zl_dot_float(int format, int MT, int64_t n, const float *x, int64_t K, const uint8_t *w, v16f *acc) {
+#if !ZL_AVX512
+  if (MT == 8) {
+    zl_dot_spans(format, n, x, K, w, acc);
+    return;
+  }
+#endif
+  (void)n;
   v16f even[8], odd[8];
   ZL_UNROLL
   for (int m = 0; m < MT; m++) even[m] = odd[m] = zl_set(0.0f);
@@ -111,7 +200,8 @@ ZL_KERNEL int64_t zl_float_tokens(int64_t K) {
   return n < 8 ? 8 : n > 64 ? 64 : n;
 }
 
-/* CALL(MT, first, x, g) for groups begin .. end and register tiles of all tokens; x is the tile's prepared rows.
+/* CALL(MT, n, first, x, g) for groups begin .. end and all tokens, n at a time; x is the tile's prepared rows.  MT is n, or
+ * 8: then n is 8 too, or without AVX-512 3 to ZL_MANY.
  * Every thread prepares all tokens and owns a share of the outputs, so weights are read once per token tile. */
 #define ZL_FLOAT_TILES(rows, x, K, kind, begin, end, CALL)                               \
   for (int64_t zl_f = 0; zl_f < (rows); zl_f += zl_float_tokens(K)) {                    \
@@ -122,38 +212,34 @@ ZL_KERNEL int64_t zl_float_tokens(int64_t K) {
       ZL_FLOAT_CALLS(zl_f, zl_n, zl_x, K, g, CALL)                                       \
     }                                                                                    \
   }
-#define ZL_FLOAT_CALL(MT, first, px, K, g, CALL) CALL(MT, (first) + zl_m, (px) + zl_m * zl_padded_k(K), g)
-#define ZL_FLOAT_CALLS(first, n, px, K, g, CALL)       \
-  for (int64_t zl_m = 0; zl_m < (n);) {                \
-    if ((n) - zl_m >= 8) {                             \
-      ZL_FLOAT_CALL(8, first, px, K, g, CALL);         \
-      zl_m += 8;                                       \
-    } else if ((n) - zl_m >= 4) {                      \
-      ZL_FLOAT_CALL(4, first, px, K, g, CALL);         \
-      zl_m += 4;                                       \
-    } else if ((n) - zl_m >= 2) {                      \
-      ZL_FLOAT_CALL(2, first, px, K, g, CALL);         \
-      zl_m += 2;                                       \
-    } else {                                           \
-      ZL_FLOAT_CALL(1, first, px, K, g, CALL);         \
-      zl_m += 1;                                       \
-    }                                                  \
+#define ZL_FLOAT_CALL(MT, n, first, px, K, g, CALL) CALL(MT, n, (first) + zl_m, (px) + zl_m * zl_padded_k(K), g)
+#define ZL_FLOAT_CALLS(first, total, px, K, g, CALL)                        \
+  for (int64_t zl_m = 0, zl_rest; (zl_rest = (total) - zl_m) > 0;) {        \
+    if (zl_rest >= (ZL_AVX512 ? 8 : 3)) {                                   \
+      const int64_t zl_8 = zl_rest < ZL_MANY ? zl_rest : ZL_MANY;           \
+      ZL_FLOAT_CALL(8, ZL_AVX512 ? 8 : zl_8, first, px, K, g, CALL);        \
+      zl_m += zl_8;                                                         \
+    } else if (ZL_AVX512 && zl_rest >= 4) {                                 \
+      ZL_FLOAT_CALL(4, 4, first, px, K, g, CALL);                           \
+      zl_m += 4;                                                            \
+    } else if (zl_rest >= 2) {                                              \
+      ZL_FLOAT_CALL(2, 2, first, px, K, g, CALL);                           \
+      zl_m += 2;                                                            \
+    } else {                                                                \
+      ZL_FLOAT_CALL(1, 1, first, px, K, g, CALL);                           \
+      zl_m += 1;                                                            \
+    }                                                                       \
   }
 
-ZL_KERNEL void zl_linear_float_tile(int format, int MT, const float *x, int64_t first, int64_t g, const uint8_t *w,
-                                    const float *bias, const float *residual, float *out, int64_t N, int64_t K,
-                                    int act) {
-  v16f acc[8];
-  const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
-  zl_dot_float(format, MT, x, K, w + g * zl_group_bytes(format, K), acc);
-  v16f c = bias ? zl_load_n(bias + 16 * g, n) : zl_set(0.0f);
-  ZL_UNROLL
-  for (int m = 0; m < MT; m++) {
-    const int64_t at = (first + m) * N + 16 * g;
-    v16f y = zl_activate(act, bias ? acc[m] + c : acc[m]);
-    if (residual) y = zl_load_n(residual + at, n) + y;
-    zl_store_n(out + at, y, n);
-  }
+ZL_KERNEL void zl_linear_float_tile(int format, int MT, int64_t n, const float *x, int64_t first, int64_t g,
+                                    const uint8_t *w, const float *bias, const float *residual, float *out, int64_t N,
+                                    int64_t K, int act) {
+  v16f acc[ZL_MANY];
+  zl_dot_float(format, MT, n, x, K, w + g * zl_group_bytes(format, K), acc);
+  if (MT < 8 || ZL_AVX512)
+    zl_linear_int8_put(MT, acc, first, g, bias, residual, out, N, act);
+  else
+    for (int64_t m = 0; m < n; m++) zl_linear_int8_put(1, acc + m, first + m, g, bias, residual, out, N, act);
 }
 
 ZL_KERNEL void zl_linear_float_all(const zl_task *t, int64_t rows, const float *x, const uint8_t *w,
@@ -161,8 +247,8 @@ ZL_KERNEL void zl_linear_float_all(const zl_task *t, int64_t rows, const float *
                                    int act, int format, int kind) {
   int64_t begin, end;
   zl_share(t, (N + 15) / 16, &begin, &end);
-#define ZL_CALL(MT, first, px, g) \
-  zl_linear_float_tile(format, MT, px, first, g, w, bias, residual, out, N, K, act)
+#define ZL_CALL(MT, n, first, px, g) \
+  zl_linear_float_tile(format, MT, n, px, first, g, w, bias, residual, out, N, K, act)
   ZL_FLOAT_TILES(rows, x, K, kind, begin, end, ZL_CALL)
 #undef ZL_CALL
 }
@@ -187,19 +273,18 @@ ZL_KERNEL void zl_act_linear_float(const zl_task *t, int64_t rows, const float *
   zl_linear_float_all(t, rows, x, w, bias, NULL, out, N, K, activation, format, kind);
 }
 
-ZL_KERNEL void zl_gated_float_tile(int format, int MT, const float *x, int64_t g, const uint8_t *gate,
+ZL_KERNEL void zl_gated_float_tile(int format, int MT, int64_t n, const float *x, int64_t g, const uint8_t *gate,
                                    const uint8_t *up, const float *bias_gate, const float *bias_up, int64_t N,
                                    int64_t K, int act, v16f *h) {
-  v16f a[8], u[8];
-  const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16, at = g * zl_group_bytes(format, K);
-  zl_dot_float(format, MT, x, K, gate + at, a);
-  zl_dot_float(format, MT, x, K, up + at, u);
-  ZL_UNROLL
-  for (int m = 0; m < MT; m++) {
-    if (bias_gate) a[m] = a[m] + zl_load_n(bias_gate + 16 * g, n);
-    if (bias_up) u[m] = u[m] + zl_load_n(bias_up + 16 * g, n);
-    h[m] = zl_act_times(act, a[m], u[m]);
-  }
+  v16f a[ZL_MANY], u[ZL_MANY];
+  const int64_t at = g * zl_group_bytes(format, K);
+  zl_dot_float(format, MT, n, x, K, gate + at, a);
+  zl_dot_float(format, MT, n, x, K, up + at, u);
+  if (MT < 8 || ZL_AVX512)
+    zl_gated_join(MT, a, u, g, bias_gate, bias_up, N, act);
+  else
+    for (int64_t m = 0; m < n; m++) zl_gated_join(1, a + m, u + m, g, bias_gate, bias_up, N, act);
+  for (int64_t m = 0; m < n; m++) h[m] = a[m];
 }
 
 /* x, Wgate, Wup rows16 [N,K], bias_gate?, bias_up? -> out f32[T,N] = act(gate) * up */
@@ -208,12 +293,12 @@ ZL_KERNEL void zl_gated_linear_float(const zl_task *t, int64_t rows, const float
                                      int64_t N, int64_t K, int activation, int format, int kind) {
   int64_t begin, end;
   zl_share(t, (N + 15) / 16, &begin, &end);
-#define ZL_CALL(MT, first, px, g) \
-  do {                                                             \
-    v16f h[8];                                                                                        \
-    const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;                                              \
-    zl_gated_float_tile(format, MT, px, g, gate, up, bias_gate, bias_up, N, K, activation, h);        \
-    for (int m = 0; m < MT; m++) zl_store_n(out + ((first) + m) * N + 16 * g, h[m], n);               \
+#define ZL_CALL(MT, n_tokens, first, px, g)                                                                     \
+  do {                                                                                                          \
+    v16f h[ZL_MANY];                                                                                            \
+    const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;                                                        \
+    zl_gated_float_tile(format, MT, n_tokens, px, g, gate, up, bias_gate, bias_up, N, K, activation, h);        \
+    for (int64_t m = 0; m < (n_tokens); m++) zl_store_n(out + ((first) + m) * N + 16 * g, h[m], n);             \
   } while (0)
   ZL_FLOAT_TILES(rows, x, K, kind, begin, end, ZL_CALL)
 #undef ZL_CALL
@@ -226,12 +311,14 @@ ZL_KERNEL void zl_gated_linear_quantize_float(const zl_task *t, int64_t rows, co
                                               int activation, int format, int kind) {
   int64_t begin, end;
   zl_share(t, N / 32, &begin, &end);
-#define ZL_CALL(MT, first, px, g) \
-  do {                                                                        \
-    v16f h[2][8];                                                                                                \
-    for (int64_t s = 0; s < 2; s++)                                                                              \
-      zl_gated_float_tile(format, MT, px, 2 * g + s, gate, up, bias_gate, bias_up, N, K, activation, h[s]);       \
-    zl_quantize32_rows(MT, h[0], h[1], first, g, N, out_q, out_scale, out_sums);                                 \
+#define ZL_CALL(MT, n, first, px, g)                                                                            \
+  do {                                                                                                          \
+    v16f h[2][ZL_MANY];                                                                                         \
+    for (int64_t s = 0; s < 2; s++)                                                                             \
+      zl_gated_float_tile(format, MT, n, px, 2 * g + s, gate, up, bias_gate, bias_up, N, K, activation, h[s]);  \
+    int64_t m = 0;                                                                                              \
+    for (; m + 8 <= (n); m += 8) zl_quantize32_rows(8, h[0] + m, h[1] + m, (first) + m, g, N, out_q, out_scale, out_sums); \
+    for (; m < (n); m++) zl_quantize32_rows(1, h[0] + m, h[1] + m, (first) + m, g, N, out_q, out_scale, out_sums);         \
   } while (0)
   ZL_FLOAT_TILES(rows, x, K, kind, begin, end, ZL_CALL)
 #undef ZL_CALL

@@ -123,34 +123,33 @@ ZL_KERNEL void zl_qkv_int8_all(const zl_task *t, int64_t rows, const zl_qkv *p, 
 }
 
 ZL_KERNEL void zl_qkv_float_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int format, int role,
-                                 int MT, const float *in, int64_t first, int64_t head) {
-  _Alignas(64) float x[8][ZL_MAX_HEAD_DIM];
+                                 int MT, int64_t n, const float *in, int64_t first, int64_t head) {
+  _Alignas(64) float x[ZL_MANY][ZL_MAX_HEAD_DIM];
   for (int64_t g = 0; g < s->hd / 16; g++) {
-    v16f acc[8];
+    v16f acc[ZL_MANY];
     const int64_t group = head * s->hd / 16 + g;
-    zl_dot_float(format, MT, in, s->K, p->w[role] + group * zl_group_bytes(format, s->K), acc);
-    ZL_UNROLL
-    for (int m = 0; m < MT; m++) zl_store(x[m] + 16 * g, acc[m]);
+    zl_dot_float(format, MT, n, in, s->K, p->w[role] + group * zl_group_bytes(format, s->K), acc);
+    for (int64_t m = 0; m < n; m++) zl_store(x[m] + 16 * g, acc[m]);
   }
-  for (int m = 0; m < MT; m++) zl_qkv_finish(t, p, s, role, first + m, head, x[m]);
+  for (int64_t m = 0; m < n; m++) zl_qkv_finish(t, p, s, role, first + m, head, x[m]);
 }
 
 ZL_KERNEL void zl_qkv_float_all(const zl_task *t, int64_t rows, const zl_qkv *p, const zl_qkv_shape *s,
                                 const float *in, int format_q, int format_k, int format_v, int kind) {
   int64_t begin, end;
   zl_share(t, s->H + 2 * s->KVH, &begin, &end);
-#define ZL_CALL(MT, first, px, g)                                                 \
+#define ZL_CALL(MT, n, first, px, g)                                               \
   do {                                                                            \
     int64_t head;                                                                 \
     const int role = zl_qkv_role(s, g, &head);                                    \
     if (format_q == format_k && format_k == format_v)                             \
-      zl_qkv_float_tile(t, p, s, format_q, role, MT, px, first, head);            \
+      zl_qkv_float_tile(t, p, s, format_q, role, MT, n, px, first, head);            \
     else if (role == 0)                                                           \
-      zl_qkv_float_tile(t, p, s, format_q, 0, MT, px, first, head);               \
+      zl_qkv_float_tile(t, p, s, format_q, 0, MT, n, px, first, head);               \
     else if (role == 1)                                                           \
-      zl_qkv_float_tile(t, p, s, format_k, 1, MT, px, first, head);               \
+      zl_qkv_float_tile(t, p, s, format_k, 1, MT, n, px, first, head);               \
     else                                                                          \
-      zl_qkv_float_tile(t, p, s, format_v, 2, MT, px, first, head);               \
+      zl_qkv_float_tile(t, p, s, format_v, 2, MT, n, px, first, head);               \
   } while (0)
   ZL_FLOAT_TILES(rows, in, s->K, kind, begin, end, ZL_CALL)
 #undef ZL_CALL

@@ -215,8 +215,8 @@ ZL_KERNEL void zl_screened_linear_float(const zl_task *t, int64_t rows, const fl
   zl_screen_best(bounds, rows, (N + 15) / 16, best);
   while (zl_screen_next(t, &deal, bounds, best, rows, out, N, &g)) {
     if (!padded) padded = zl_prepare_float(t, x, 0, rows, K, kind);
-#define ZL_CALL(MT, first, px, item) \
-  zl_linear_float_tile(format, MT, px, first, item, w, NULL, NULL, out, N, K, ZL_ACT_NONE)
+#define ZL_CALL(MT, n, first, px, item) \
+  zl_linear_float_tile(format, MT, n, px, first, item, w, NULL, NULL, out, N, K, ZL_ACT_NONE)
     ZL_FLOAT_CALLS(0, rows, padded, K, g, ZL_CALL)
 #undef ZL_CALL
   }
