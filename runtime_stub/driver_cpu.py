@@ -209,6 +209,7 @@ class CodeObject:
             lib.zl_run.argtypes = [_ptr, _ptr, _ptr, _ptr, _i32, _ptr]
             lib.zl_destroy.argtypes = [_ptr]
             lib.zl_destroy.restype = None
+            #: whether it can make several steps in one call; compiled by an older version it cannot
             self.decodes = hasattr(lib, "zl_decode")
             if self.decodes:
                 lib.zl_decode.argtypes = [_ptr, ctypes.POINTER(Batch), ctypes.POINTER(Decoding)]
@@ -319,12 +320,13 @@ class CpuEngine:
             next=ctypes.addressof(self._next),
         )
         self._batch_ref = ctypes.byref(self._batch)
-        self._stop_ids = NO_IDS
+        self._stop_ids, self._stops = NO_IDS, array("i")
         self._decoded = (_i32 * 1)()
         self._decoding = Decoding()
 
     def _fill_tables(self, tables: Sequence[Any]) -> int:
-        """Copies the ragged tables into ``[S, B]``; unused columns are 0.  Returns B."""
+        """Copies the ragged tables into ``[S, B]``; unused columns are -1, which the code object
+        refuses to use.  Returns B."""
         columns = max(map(len, tables)) if tables else 0
         need = columns * len(tables)
         if need > len(self._tables):
@@ -337,7 +339,7 @@ class CpuEngine:
             n = len(table)
             view[at : at + n] = table if isinstance(table, array) else array("i", table)
             if n < columns:
-                view[at + n : at + columns] = array("i", bytes(4 * (columns - n)))
+                view[at + n : at + columns] = array("i", (-1,)) * (columns - n)
             at += columns
         return columns
 
@@ -383,14 +385,16 @@ class CpuEngine:
         c, d = self._batch, self._decoding
         self._set_batch(batch)
         n, size = c.n_seqs, self._block_size
+        # asked of each sequence here: to the code object, all tables are as long as the longest
         for table, position in zip(batch.block_tables, batch.positions):  # noqa: B905 (Python 3.9)
             if len(table) * size < position + steps:
                 check_status(4, f"{steps} steps from position {position} on")
         if n * steps > len(self._decoded):
             self._decoded = (_i32 * (2 * n * steps))()
         if stop_ids is not self._stop_ids:
-            self._stop_ids, self._stops = stop_ids, array("i", stop_ids)
-            d.stops, d.n_stops = self._stops.buffer_info()
+            stops = array("i", stop_ids)
+            d.stops, d.n_stops = stops.buffer_info()
+            self._stops, self._stop_ids = stops, stop_ids  # last: an interrupt may come between
         d.n_steps, d.next = steps, ctypes.addressof(self._decoded)
         c.next = c.call_ns = c.logits = c.taps = None
         status = self.code.lib.zl_decode(self._engine, self._batch_ref, ctypes.byref(d))

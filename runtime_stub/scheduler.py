@@ -19,9 +19,9 @@ from its tokens (prompt and generated).  The oldest sequence is never preempted,
 gets done.  A draw depends on (seed, index of the token) only, so preemption does not change the
 tokens.
 
-Where all sequences decode and nothing waits, one call makes several steps, as many as fit in a
-fortieth of a second (``Pace``).  What a callback ends was computed a few tokens further; these are
-dropped.  The tokens are those of single steps.
+Where all sequences decode and nothing waits, one call makes several steps, as many as fit in about
+a fortieth of a second (``Pace``).  What a callback ends was computed a few tokens further; these
+are dropped.  The tokens are those of single steps.
 
 Full blocks are shared between sequences with the same beginning, also after they ended, until their
 memory is needed.
@@ -30,7 +30,6 @@ memory is needed.
 from __future__ import annotations
 
 import heapq
-import time
 from array import array
 
 from .blocks import ROOT, BlockPool
@@ -124,7 +123,7 @@ class Scheduler:
         self._decode = decode
         self._pace = Pace()
         self._stop_ids = NO_IDS  # of all that decode together
-        self._handing_out = False  # tokens of a call that computed more than has been handed out
+        self._handing_out = False  # what a call computed: blocks hold more than their positions
         self._waiting: list[tuple[int, Sequence]] = []  # a heap by arrival
         self._running: list[Sequence] = []
         self._arrivals = 0
@@ -226,28 +225,44 @@ class Scheduler:
             return []
         steps = self._steps(plan)
         batch = StepBatch()
-        getting: list[Sequence] = []
+        served: list[tuple[Sequence, int, bool]] = []  # and whether it gets a token
         for seq, count in plan:
             first = seq.n_computed
             row = None
             if count == seq.remaining:
                 row = (seq.sampling, len(seq.tokens) - seq.n_prompt, seq.tokens)
-                getting.append(seq)
+            served.append((seq, count, row is not None))
             batch.add(seq.tokens[first : first + count], first, seq.blocks, row)
-        chosen = [self._step(batch)] if not steps else self._decode_some(batch, steps, getting)
+        chosen = [self._step(batch)] if not steps else self._decode_some(batch, steps, plan)
         got: list[Sequence] = []
-        for number, tokens in enumerate(chosen, 1):
-            self.n_steps += 1
-            for seq, count in plan:
-                seq.last_served = self.n_steps
-                if seq.state == RUNNING:  # not ended by its last token
-                    seq.n_computed += count
-                    self._publish(seq)
-            self._handing_out = number < len(chosen)
-            for seq, token in zip(getting, tokens):  # noqa: B905 (Python 3.9)
-                if self._deliver(seq, token):
-                    got.append(seq)
+        self._handing_out = True
+        try:
+            for tokens in chosen:
+                self._hand_out(served, tokens, got)
+        finally:
+            self._handing_out = False
         return got
+
+    def _hand_out(
+        self,
+        served: list[tuple[Sequence, int, bool]],
+        tokens: SequenceOf[int],
+        got: list[Sequence],
+    ) -> None:
+        """What one step computed.  A sequence has its positions just before its token: a callback
+        that raises leaves those after it as they were before the step."""
+        self.n_steps += 1
+        rest = iter(tokens)
+        for seq, count, gets_token in served:
+            token = next(rest) if gets_token else None
+            if seq.state != RUNNING:  # ended by an earlier token, or by another's callback
+                continue
+            seq.last_served = self.n_steps
+            seq.n_computed += count
+            self._publish(seq)
+            if token is not None:
+                got.append(seq)
+                self._deliver(seq, token)
 
     def _steps(self, plan: list[tuple[Sequence, int]]) -> int:
         """Decode steps that ``decode`` may make of the plan, their blocks allocated; 0: the plan is
@@ -261,8 +276,8 @@ class Scheduler:
         most = min(
             min(s.n_prompt + s.max_new_tokens, self.context_limit) - len(s.tokens) for s, _ in plan
         )
-        pool, steps = self.pool, self._pace.steps(most)
-        need = [pool.blocks_for(s.n_computed + steps) - len(s.blocks) for s, _ in plan]
+        pool, steps = self.pool, self._pace.steps(most, len(plan))
+        need = [max(0, pool.blocks_for(s.n_computed + steps) - len(s.blocks)) for s, _ in plan]
         if sum(need) > pool.available:  # as many as fit in the blocks that there are
             held = min(len(s.blocks) * pool.block_size - s.n_computed for s, _ in plan)
             return min(steps, held)
@@ -272,17 +287,14 @@ class Scheduler:
         return steps
 
     def _decode_some(
-        self, batch: StepBatch, steps: int, getting: list[Sequence]
+        self, batch: StepBatch, steps: int, plan: list[tuple[Sequence, int]]
     ) -> SequenceOf[SequenceOf[int]]:
-        """``decode``, timed.  Any sequence's end of text ends the call."""
+        """``decode`` at its pace.  Any sequence's end of text ends the call."""
         assert self._decode is not None
-        stop_ids = getting[0].stop_ids.union(*(s.stop_ids for s in getting))
+        stop_ids = NO_IDS.union(*(s.stop_ids for s, _ in plan))
         if stop_ids != self._stop_ids:  # the driver knows these by the object
             self._stop_ids = stop_ids
-        begin = time.perf_counter()
-        chosen = self._decode(batch, steps, self._stop_ids)
-        self._pace.took(len(chosen), time.perf_counter() - begin)
-        return chosen
+        return self._pace.call(self._decode, batch, steps, self._stop_ids)
 
     def run(self) -> None:
         """Steps until everything has finished."""
@@ -405,23 +417,19 @@ class Scheduler:
         seq.n_computed = seq._published = 0
         seq._chain = ROOT
 
-    def _deliver(self, seq: Sequence, token: int) -> bool:
-        """False: the sequence had ended before this token."""
-        if seq.finished:  # by an earlier token, or cancelled by another sequence's callback
-            return False
+    def _deliver(self, seq: Sequence, token: int) -> None:
         if token in seq.stop_ids:
             self._finish(seq, "stop", "eos")
-            return True
+            return
         seq.tokens.append(token)
         if seq.on_token is not None and seq.on_token(seq, token):
             self._finish(seq, "stop", "stop_string")
         elif seq.finished:
-            pass  # cancelled by its own callback
+            return  # cancelled by its own callback
         elif len(seq.tokens) - seq.n_prompt >= seq.max_new_tokens:
             self._finish(seq, "length", "max_tokens")
         elif len(seq.tokens) >= self.context_limit:
             self._finish(seq, "length", "context")
-        return True
 
     def _finish(self, seq: Sequence, reason: str, stopped_by: str) -> None:
         if seq.state == RUNNING:

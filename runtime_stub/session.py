@@ -356,7 +356,8 @@ class Session:
         if profile is not None:  # a trace is of single steps
             step = profile.attach(engine).step
             return Scheduler(limits, kv_blocks, step, engine.copy_block)
-        return Scheduler(limits, kv_blocks, engine.step, engine.copy_block, engine.decode)
+        decode = engine.decode if engine.code.decodes else None
+        return Scheduler(limits, kv_blocks, engine.step, engine.copy_block, decode)
 
     def kv_blocks(
         self, wanted: int, longest: int, max_context: Optional[int], kv_memory: Optional[int]

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 NO_IDS: frozenset[int] = frozenset()
 
-#: seconds that a call of several decode steps may take: a short time to wait for text, and a long
-#: one beside what Python does between two calls
+#: seconds that a call of several decode steps should take: a short time to wait for text, and a
+#: long one beside what Python does between two calls
 CALL_S = 0.025
 
 
@@ -115,18 +115,31 @@ class Pace:
     longer than its instructions would: a hundred microseconds, a fortieth of a small model's step.
     """
 
-    __slots__ = ("_step_s",)
+    __slots__ = ("_sequences", "_step_s")
 
     def __init__(self) -> None:
-        self._step_s = CALL_S  # until one is known
+        self._sequences = 0
+        self._step_s = CALL_S
 
-    def steps(self, most: int) -> int:
-        """Steps of the next call, at least one."""
+    def steps(self, most: int, sequences: int) -> int:
+        """Steps of the next call, at least one; one where the last call was of another number of
+        sequences, whose steps take another time."""
+        if sequences != self._sequences:
+            self._sequences, self._step_s = sequences, CALL_S
         return max(1, min(most, int(CALL_S / self._step_s)))
 
     def took(self, steps: int, seconds: float) -> None:
         """The last call made ``steps`` steps in ``seconds``."""
         self._step_s = max(seconds / steps, 1e-6)
+
+    def call(
+        self, function: DecodeFunction, batch: StepBatch, steps: int, stop_ids: frozenset[int]
+    ) -> Sequence[Sequence[int]]:
+        """``function``, timed."""
+        begin = time.perf_counter()
+        chosen = function(batch, steps, stop_ids)
+        self.took(len(chosen), time.perf_counter() - begin)
+        return chosen
 
     def decode(
         self,
@@ -142,12 +155,9 @@ class Pace:
         """
         out: list[Sequence[int]] = []
         while len(out) < steps:
-            count = self.steps(steps - len(out))
+            count = self.steps(steps - len(out), len(tokens))
             step = batch(out[-1] if out else tokens, len(out), count)
-            begin = time.perf_counter()
-            chosen = function(step, count, NO_IDS)
-            self.took(len(chosen), time.perf_counter() - begin)
-            out += chosen
+            out += self.call(function, step, count, NO_IDS)
         return out
 
 

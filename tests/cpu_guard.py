@@ -83,9 +83,13 @@ def main(level: str) -> None:
             linear.test_linear_int8,
             linear.test_integer_dot_products_are_exact,
             linear.test_sums_of_the_largest_codes_are_exact,
+            linear.test_linear_float,
+            linear.test_rows_do_not_depend_on_the_batch_or_the_threads,
+            bf16.test_linear,
             split.test_all_logits,
             split.test_the_choice_is_that_of_all_logits,
             attention.test_attention,
+            layers.test_qkv_rope_cache,
         ]
     if level == "amx":  # what goes through tiles
         tests = [linear.test_linear_int8, linear.test_fused_forms, layers.test_qkv_rope_cache]

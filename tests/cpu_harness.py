@@ -271,7 +271,11 @@ def has(level: str, name: str) -> bool:
     if level == "amx":
         return "int8" in name or name == "cache_write"
     if level == "ubsan-v3":  # what has code of its own there
-        return name.startswith(("linear_int8", "attention", "cache_write", "split"))
+        return name.startswith(("linear_int8", "attention", "cache_write", "split")) or name in {
+            *(f"linear_float_{f}" for f in ("F32", "F16", "BF16", "Q4_1", "Q6_K")),
+            *("linear_bf16", "linear_bf16_12", "gated_float", "gated_quantize_float"),
+            *("gated_int8", "gated_quantize_int8", "qkv_int8", "qkv_float", "qkv_bf16"),
+        }
     if level == "ubsan-amx":
         return name in {"linear_int8_Q4_1", "linear_int8_Q8_0", "linear_int8_Q6_K"}
     if name.startswith(FUSED_FORMS) and level not in {"zen4", "v3"}:

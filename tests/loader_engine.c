@@ -106,7 +106,12 @@ int32_t zl_decode(zl_engine *e, const zl_batch *b, zl_decoding *d) {
   zl_sampling sampling[4];
   zl_batch step = *b;
   d->n_done = 0;
-  if (b->n_tokens != b->n_seqs || b->n_logit_rows != b->n_seqs || b->next || b->call_ns) return ZL_BAD_ARGUMENT;
+  if (b->n_tokens != b->n_seqs || b->n_logit_rows != b->n_seqs || b->n_seqs > 4) return ZL_BAD_ARGUMENT;
+  if (b->next || b->call_ns || b->logits || b->taps) return ZL_BAD_ARGUMENT;
+  for (int32_t s = 0; s < b->n_seqs; s++) {
+    if (b->seq_starts[s] != s || b->logit_rows[s] != s) return ZL_BAD_ARGUMENT;
+    if (b->sampling && b->sampling[s].repetition_penalty != 1) return ZL_BAD_ARGUMENT;
+  }
   memcpy(tokens, b->tokens, (size_t)b->n_seqs * 4);
   memcpy(positions, b->positions, (size_t)b->n_seqs * 4);
   step.tokens = tokens;

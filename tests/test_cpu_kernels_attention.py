@@ -6,6 +6,7 @@ References are float64.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from typing import Any
 
@@ -160,6 +161,15 @@ def test_attention(
         want[i] = answer.reshape(-1)
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=2e-6)
     assert_alone_gives_the_same_bits(kernels, batch, arrays, ints, [scale, softcap], y)
+    # a sequence's rows in another order
+    starts = batch.seq_starts.tolist()
+    parts = [a + rng.permutation(b - a) for a, b in itertools.pairwise(starts)]
+    order = np.concatenate(parts)
+    other = Batch(batch.token_seq, batch.positions[order], batch.seq_starts, batch.block_table)
+    mixed = np.full_like(y, np.nan)
+    kernels.call("attention", t, [q[order], *arrays[1:3], other.positions, None, None, mixed], ints,
+                 [scale, softcap], other)  # fmt: skip
+    assert (mixed == y[order]).all()
     if hd % 32 == 0:
         n = heads * hd
         got = [

@@ -211,6 +211,27 @@ def test_rows_do_not_depend_on_the_batch_or_the_threads(
     assert (both == ones).all()
 
 
+@pytest.mark.parametrize("kernels", ["zen4", "v4", "v3"], indirect=True)
+@pytest.mark.parametrize("kind", [F32, BF16])
+@pytest.mark.parametrize("fmt", PLAIN)
+def test_rows_of_plain_weights_do_not_depend_on_the_batch(
+    kernels: Kernels, fmt: str, kind: int
+) -> None:
+    """Columns of several spans, an odd number of them."""
+    rng = np.random.default_rng(6)
+    n, k = 20, 259
+    raw, _ = weights(rng, fmt, n, k)
+    x, w = floats(rng, 37, k), packed(fmt, raw)
+    ones = np.zeros((37, n), np.float32)
+    for i in range(37):
+        row = ones[i : i + 1]
+        kernels.call(f"linear_float_{fmt}", 1, [x[i : i + 1], w, None, row], [n, k, kind])
+    for t in (2, 3, 5, 8, 9, 11, 33, 37):
+        out = np.zeros((t, n), np.float32)
+        kernels.call(f"linear_float_{fmt}", t, [x[:t], w, None, out], [n, k, kind])
+        assert (out == ones[:t]).all(), t
+
+
 def activation(name: str, x: Any) -> Any:
     from math import erf
 

@@ -114,6 +114,8 @@ def test_several_steps_are_one_call(engine: CpuEngine) -> None:
     assert engine.decode(batch_of(one, two), 6) == want, "the stop ids are forgotten"
     with pytest.raises(ZerolayerError, match="KV block"):
         engine.decode(batch_of(one), 14)  # position 16 is not in its block
+    with pytest.raises(ZerolayerError, match="KV block"):
+        engine.decode(batch_of(one, two), 14)  # nor beside a sequence with more blocks
     params = SamplingParams(temperature=1.0, seed=9)
     drawn = loader_fake.expected([1, 2], 6, seed=9)
     batch = batch_of(([1, 2], 0, [0], True), params=params)

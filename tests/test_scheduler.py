@@ -124,7 +124,7 @@ class FixedPace(Pace):
         super().__init__()
         self.fixed = steps
 
-    def steps(self, most: int) -> int:
+    def steps(self, most: int, sequences: int) -> int:
         return min(self.fixed, most)
 
 
@@ -383,13 +383,90 @@ def test_a_penalty_and_a_full_pool_are_single_steps() -> None:
 
 def test_the_pace_is_what_fits_in_a_call() -> None:
     pace = Pace()
-    assert pace.steps(100) == 1, "nothing is known yet"
+    assert pace.steps(100, 1) == 1, "nothing is known yet"
     pace.took(1, CALL_S / 5.5)
-    assert (pace.steps(100), pace.steps(3)) == (5, 3)
+    assert (pace.steps(100, 1), pace.steps(3, 1)) == (5, 3)
+    assert pace.steps(100, 2) == 1, "nothing is known of two sequences"
     pace.took(5, 5 * CALL_S)
-    assert pace.steps(100) == 1
+    assert pace.steps(100, 2) == 1
     pace.took(1, 0.0)  # a clock that did not move
-    assert pace.steps(100) == 100
+    assert pace.steps(100, 2) == 100
+
+
+def test_spare_blocks_of_one_sequence_pay_for_no_other() -> None:
+    scheduler, _ = make(11, steps=20)
+    stop = reference([2], 2)[1]
+    a = scheduler.add([1], max_new_tokens=40)
+    c = scheduler.add([2], max_new_tokens=40, stop_ids={stop})
+    scheduler.step()  # blocks for 20 steps, of which the second ends the call
+    assert (c.stopped_by, len(c.output), len(a.blocks)) == ("eos", 1, 5)
+    prompt = [0, 1, 2, 3] * 4
+    d = scheduler.add(prompt, max_new_tokens=12)
+    drain(scheduler)
+    assert a.output == reference([1], 40)
+    assert d.output == reference(prompt, 12)
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_callback_that_raises_leaves_the_others_as_they_were(steps: int) -> None:
+    scheduler, _ = make(40, steps=steps)
+
+    def on_token(seq: Sequence, _token: int) -> bool:
+        if len(seq.output) == 3:
+            raise RuntimeError("the reader is gone")
+        return False
+
+    seqs = [scheduler.add([i], max_new_tokens=9) for i in range(3)]
+    seqs[1].on_token = on_token
+    with pytest.raises(RuntimeError):
+        drain(scheduler)
+    scheduler.pool.check()
+    drain(scheduler)
+    assert [s.output for s in seqs] == [reference([i], 9) for i in range(3)]
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+@pytest.mark.parametrize("other", [0, 2])  # served before, and after
+def test_a_callback_forks_and_cancels_another_sequence(steps: int, other: int) -> None:
+    scheduler, _ = make(60, steps=steps)
+    twins: list[Sequence] = []
+    handed: list[int] = []
+
+    def on_token(seq: Sequence, _token: int) -> bool:
+        if len(seq.output) == 3:
+            handed.append(len(seqs[other].output))
+            twins.append(scheduler.fork(seqs[other]))
+            scheduler.cancel(seqs[other])
+        return False
+
+    seqs = [scheduler.add([i, i], max_new_tokens=9) for i in range(3)]
+    seqs[1].on_token = on_token
+    while not twins:
+        got = scheduler.step()
+    assert got.count(seqs[other]) <= got.count(seqs[1]), "a token after the end"
+    assert seqs[other].output == reference([other, other], handed[0])
+    drain(scheduler)
+    assert twins[0].output == reference([other, other], 9)
+    assert seqs[1].output == reference([1, 1], 9)
+
+
+def test_a_call_ends_at_the_context_s_end() -> None:
+    scheduler, _ = make(5, steps=7, max_context=20)  # whose blocks end there, too
+    seq = scheduler.add([1, 2, 3])
+    drain(scheduler)
+    assert (len(seq.tokens), seq.finish_reason, seq.stopped_by) == (20, "length", "context")
+    assert seq.output == reference([1, 2, 3], 17)
+
+
+def test_another_sequence_s_stop_id_ends_the_call_and_nothing_else() -> None:
+    scheduler, model = make(40, steps=30)
+    want = reference([4], 20)
+    seq = scheduler.add([4], max_new_tokens=20)
+    other = scheduler.add([5], max_new_tokens=20, stop_ids={want[3]})
+    drain(scheduler)
+    assert seq.output == want
+    assert other.output == reference([5], 20, stop=frozenset({want[3]}))
+    assert model.calls >= 2
 
 
 def test_callback_stops_and_cancel_releases() -> None:
@@ -412,11 +489,11 @@ def test_context_limit_ends_a_sequence() -> None:
 
 
 def test_a_failing_step_leaves_a_consistent_scheduler() -> None:
-    scheduler, model = make(20)
+    scheduler, model = make(20, steps=3)
     seq = scheduler.add([1, 2, 3], max_new_tokens=4)
     good = scheduler._step
 
-    def fail(_batch: StepBatch) -> list[int]:
+    def fail(*_arguments: Any) -> Any:
         raise ResourceError("no memory")
 
     scheduler._step = fail
@@ -424,6 +501,12 @@ def test_a_failing_step_leaves_a_consistent_scheduler() -> None:
         scheduler.step()
     scheduler.pool.check()
     scheduler._step = good
+    scheduler.step()
+    scheduler._decode = fail
+    with pytest.raises(ResourceError):
+        scheduler.step()
+    scheduler.pool.check()
+    scheduler._decode = model.decode
     drain(scheduler)
     assert seq.output == reference([1, 2, 3], 4)
     assert model.limits is scheduler.limits

@@ -1,8 +1,8 @@
 /* The binary interface between a compiled CPU code object and the loader.
  *
  * In: nothing.  Out: the structures that runtime_stub/driver_cpu.py mirrors with ctypes; change one,
- * change the other and raise ZL_ABI_VERSION.  A function of its own is no change: the loader looks zl_trace, zl_probe,
- * zl_exact_groups and zl_decode up only when they are asked for.  Next file: zl_team.h (threads).
+ * change the other and raise ZL_ABI_VERSION.  A function of its own is no change: the loader does without zl_trace, zl_probe,
+ * zl_exact_groups and zl_decode where an older compiler made none.  Next file: zl_team.h (threads).
  *
  * Every array is row-major and owned by the caller for the duration of the call.  The weights mapping
  * must outlive the engine.  No function ever raises a signal for bad arguments: it returns a code.
@@ -110,7 +110,8 @@ int32_t zl_create(const zl_create_args *args, zl_engine **engine);
 int32_t zl_step(zl_engine *engine, const zl_batch *batch);
 /* Steps one after the other, each sequence fed what it chose in the one before: the same tokens as from zl_step, without
  * the caller in between.  The batch: of each sequence one token and its logit row, a block table for the last step's
- * positions, no repetition penalty, no logits, taps or next.  An error leaves the steps before it in `next`. */
+ * positions, no repetition penalty; logits, taps, next and call_ns are NULL.  After an error decoding->next holds the steps
+ * before it. */
 int32_t zl_decode(zl_engine *engine, const zl_batch *batch, zl_decoding *decoding);
 /* inputs / outputs in manifest order; dims[i] is the value of the manifest's i-th symbol */
 int32_t zl_run(zl_engine *engine, const void *const *inputs, void *const *outputs, const int64_t *dims,

@@ -196,14 +196,17 @@ ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, int fetch, const zl
 }
 
 #if !ZL_AVX512
-/* zl_chunk of ZL_MANY_QUERIES, of which the last is the one that attends to the furthest position. */
+/* zl_chunk of ZL_MANY_QUERIES, as far as one of them attends. */
 ZL_KERNEL void zl_chunk_many(const zl_attention_shape *a, const zl_queries *tile, int64_t i, int64_t c0,
                              int64_t positions, const zl_chunk_at *at, zl_seen *seen) {
   _Alignas(64) float s[ZL_MANY_QUERIES][ZL_CHUNK];
   float factor[ZL_MANY_QUERIES];
   float *out[ZL_MANY_QUERIES];
-  const int64_t stride = (a->head_dim + 15) / 16 * 16, wanted = tile->last[i + ZL_MANY_QUERIES - 1] - c0 + 1;
-  if (wanted < positions) positions = wanted;
+  const int64_t stride = (a->head_dim + 15) / 16 * 16;
+  int64_t last = tile->last[i];
+  for (int m = 1; m < ZL_MANY_QUERIES; m++)
+    if (tile->last[i + m] > last) last = tile->last[i + m];
+  if (last - c0 + 1 < positions) positions = last - c0 + 1;
   if (positions < 1) return;
   const int64_t vectors = (positions + 15) / 16;
   zl_scores_many(a, tile->q + i, at, vectors, s);
@@ -214,8 +217,9 @@ ZL_KERNEL void zl_chunk_many(const zl_attention_shape *a, const zl_queries *tile
 }
 #endif
 
-/* All queries of a tile, one chunk: 4 at a time (without AVX-512 sixes of many), the rest together, each number a constant of its own code, which keeps
- * sums in registers.  Few queries have as much to read as to compute: the first of them ask for the next chunk. */
+/* All queries of a tile, one chunk: 4 at a time (many, without AVX-512: 6), the rest together, each number a constant of
+ * its own code, which keeps sums in registers.  Few queries have as much to read as to compute: the first of them ask for
+ * the next chunk. */
 ZL_KERNEL void zl_chunk_tile(const zl_attention_shape *a, const zl_queries *tile, int64_t c0, int64_t positions,
                              const zl_chunk_at *at, zl_seen *seen) {
   int fetch = tile->n <= ZL_FETCH_QUERIES ? ZL_FETCH_L2 : 0;

@@ -1,6 +1,7 @@
 /* Attention over an f32 or f16 cache: one chunk of positions at a time, in float32.
  *
- * In: zl_attention.h's types.  Out: zl_scores, zl_softmax_chunk, zl_weigh.  Next file: zl_attention.h.
+ * In: zl_attention.h's types.  Out: zl_scores, zl_softmax_chunk, zl_weigh, and without AVX-512
+ * zl_scores_many and zl_weigh_many.  Next file: zl_attention.h.
  *
  * The next chunk is asked for line by line in the order of its addresses, each line once and evenly over the loops: a core
  * has some two dozen misses in flight at most, and what is asked for beyond them waits or is lost (Zen 3: a tenth of the

@@ -8,7 +8,7 @@
  *
  * Work is split into (token tile, group of 16 outputs) items as for int8.  A token tile is rounded once, into this
  * thread's scratch (cpu_rows.scratch_bytes), and stays in L2 while the weights stream past.  A register tile is two
- * groups by ZL_BF16_ROWS tokens: each broadcast activation serves two products.
+ * groups by ZL_BF16_ROWS tokens, each broadcast activation serving two products; without AVX-512 one group.
  */
 #ifndef ZL_LINEAR_BF16_H
 #define ZL_LINEAR_BF16_H
@@ -16,8 +16,10 @@
 
 #if ZL_AVX512
 #define ZL_BF16_ROWS 8 /* tokens in a register tile; with two groups, 16 of 32 registers hold sums */
+#define ZL_BF16_TURNS(n) (((n) + 7) / 8)
 #else
 #define ZL_BF16_ROWS 6 /* 12 of 16 for one group at a time, and chains enough that none waits for itself */
+#define ZL_BF16_TURNS(n) ((n) / 6 + ((n) % 6 >= 4) + ((n) % 6 % 4 >= 2) + (n) % 2) /* and 4, 2, 1 tokens */
 #endif
 
 /* Pairs from one token to the next: an odd multiple of 16, so that the tokens of a register tile do not meet in the
@@ -231,10 +233,12 @@ ZL_KERNEL char *zl_bf16_room(const zl_task *t, int format, int64_t groups, int64
     }                                                                                             \
   } while (0)
 #define ZL_BF16_ROW_TILES(NG, px, K, t0, t1, item, room, CALL)                           \
-  for (int64_t zl_m = (t0), zl_left; (zl_left = (t1) - zl_m) > 0;) {                     \
+  for (int64_t zl_m = (t0), zl_left, zl_i = 0; (zl_left = (t1) - zl_m) > 0; zl_i++) {    \
     const zl_pair *zl_p = (px) + (zl_m - (t0)) * zl_pair_stride(K);                      \
-    const int64_t zl_of = ((t1) - (t0) + ZL_BF16_ROWS - 1) / ZL_BF16_ROWS;               \
-    const zl_turn zl_turn_ = {(zl_m - (t0)) / ZL_BF16_ROWS, zl_of, zl_of > 1 ? (room) : NULL}; \
+    const int64_t zl_of = ZL_BF16_TURNS((t1) - (t0));                                    \
+    const int zl_put = ZL_AVX512 ? zl_of > 1 : (t1) - (t0) >= 5;                         \
+    const int64_t zl_number = ZL_AVX512 ? (zl_m - (t0)) / ZL_BF16_ROWS : zl_i;           \
+    const zl_turn zl_turn_ = {zl_number, zl_of, zl_put ? (room) : NULL};                 \
     if (zl_left >= ZL_BF16_ROWS) {                                                       \
       CALL(NG, ZL_BF16_ROWS, zl_m, zl_p, zl_turn_, item);                                \
       zl_m += ZL_BF16_ROWS;                                                              \

@@ -3,8 +3,8 @@
  * In: zl_weights.h, zl_linear_int8.h (token tiles).  Out: zl_dot_float, the kernels.  Next file: zl_linear_bf16.h (bf16
  * weights with bf16 activations).
  *
- * Weights of any format become float32 in registers, exactly; activations are float32, for the kind bf16 rounded to
- * bfloat16 first; sums are float32, even and odd columns apart, so that two chains of multiply-adds overlap.  Three
+ * Weights of any format become float32, exactly, in registers or for many tokens in the first cache; activations are float32, for the kind bf16 rounded to
+ * bfloat16 first; sums are float32, even and odd columns apart, so that two chains of multiply-adds overlap.  Eight
  * tokens and more keep one of the two in registers where these are few (zl_dot_spans).
  * The rounded and padded activations of a tile of tokens live in this thread's scratch: cpu_rows.scratch_bytes.
  */
@@ -93,11 +93,12 @@ ZL_KERNEL void zl_dot_blocks(int format, int MT, const float *x, int64_t K, cons
   }
 }
 
-#if !ZL_AVX512
-/* Three tokens and more, without AVX-512: registers hold the sums of six for even columns alone, or odd ones, beside one
+/* Eight tokens and more, without AVX-512: registers hold the sums of six for even columns alone, or odd ones, beside one
  * column of weights.  So some columns of the group become float32 in the first cache, and all tokens pass them, twice. */
+#define ZL_SPANS 0 /* in MT's place: n tokens, 8 to ZL_MANY */
 #define ZL_SPAN_COLUMNS 128 /* 8 KB; even */
 
+#if !ZL_AVX512
 /* Columns k0 .. k0 + n of the group at w as float32 [n][16]: in `to`, or where they lie. */
 ZL_KERNEL const float *zl_float_columns(int format, const uint8_t *w, int64_t k0, int64_t n, float *to) {
   if (format == ZL_FMT_F32) return (const float *)(const void *)(w + 64 * k0);
@@ -154,6 +155,7 @@ ZL_KERNEL void zl_span_rows(int MT, const float *x, int64_t stride, const float 
     zl_span_rows(MT, x, stride, w, columns, even, odd);                                                             \
   }
 ZL_SPAN_ROWS(6)
+ZL_SPAN_ROWS(4)
 ZL_SPAN_ROWS(2)
 ZL_SPAN_ROWS(1)
 
@@ -167,7 +169,14 @@ ZL_KERNEL void zl_dot_spans(int format, int64_t n, const float *x, int64_t K, co
     const float *p = zl_float_columns(format, w, k0, columns, span);
     int64_t m = 0;
     for (; m + 6 <= n; m += 6) zl_span_rows_6(x + m * stride + k0, stride, p, columns, even + m, odd + m);
-    for (; m + 2 <= n; m += 2) zl_span_rows_2(x + m * stride + k0, stride, p, columns, even + m, odd + m);
+    if (m + 4 <= n) {
+      zl_span_rows_4(x + m * stride + k0, stride, p, columns, even + m, odd + m);
+      m += 4;
+    }
+    if (m + 2 <= n) {
+      zl_span_rows_2(x + m * stride + k0, stride, p, columns, even + m, odd + m);
+      m += 2;
+    }
     if (m < n) zl_span_rows_1(x + m * stride + k0, stride, p, columns, even + m, odd + m);
   }
   for (int64_t m = 0; m < n; m++) acc[m] = even[m] + odd[m];
@@ -177,7 +186,7 @@ ZL_KERNEL void zl_dot_spans(int format, int64_t n, const float *x, int64_t K, co
 /* acc[m] = 16 outputs of the group at w for row m of x f32[n, padded K]; MT and n as in ZL_FLOAT_CALLS */
 ZL_KERNEL void zl_dot_float(int format, int MT, int64_t n, const float *x, int64_t K, const uint8_t *w, v16f *acc) {
 #if !ZL_AVX512
-  if (MT == 8) {
+  if (MT == ZL_SPANS) {
     zl_dot_spans(format, n, x, K, w, acc);
     return;
   }
@@ -201,7 +210,7 @@ ZL_KERNEL int64_t zl_float_tokens(int64_t K) {
 }
 
 /* CALL(MT, n, first, x, g) for groups begin .. end and all tokens, n at a time; x is the tile's prepared rows.  MT is n, or
- * 8: then n is 8 too, or without AVX-512 3 to ZL_MANY.
+ * ZL_SPANS.
  * Every thread prepares all tokens and owns a share of the outputs, so weights are read once per token tile. */
 #define ZL_FLOAT_TILES(rows, x, K, kind, begin, end, CALL)                               \
   for (int64_t zl_f = 0; zl_f < (rows); zl_f += zl_float_tokens(K)) {                    \
@@ -215,11 +224,14 @@ ZL_KERNEL int64_t zl_float_tokens(int64_t K) {
 #define ZL_FLOAT_CALL(MT, n, first, px, K, g, CALL) CALL(MT, n, (first) + zl_m, (px) + zl_m * zl_padded_k(K), g)
 #define ZL_FLOAT_CALLS(first, total, px, K, g, CALL)                        \
   for (int64_t zl_m = 0, zl_rest; (zl_rest = (total) - zl_m) > 0;) {        \
-    if (zl_rest >= (ZL_AVX512 ? 8 : 3)) {                                   \
-      const int64_t zl_8 = zl_rest < ZL_MANY ? zl_rest : ZL_MANY;           \
-      ZL_FLOAT_CALL(8, ZL_AVX512 ? 8 : zl_8, first, px, K, g, CALL);        \
-      zl_m += zl_8;                                                         \
-    } else if (ZL_AVX512 && zl_rest >= 4) {                                 \
+    if (!ZL_AVX512 && zl_rest >= 8) {                                       \
+      const int64_t zl_n = zl_rest < ZL_MANY ? zl_rest : ZL_MANY;           \
+      ZL_FLOAT_CALL(ZL_SPANS, zl_n, first, px, K, g, CALL);                 \
+      zl_m += zl_n;                                                         \
+    } else if (ZL_AVX512 && zl_rest >= 8) {                                 \
+      ZL_FLOAT_CALL(8, 8, first, px, K, g, CALL);                           \
+      zl_m += 8;                                                            \
+    } else if (zl_rest >= 4) {                                              \
       ZL_FLOAT_CALL(4, 4, first, px, K, g, CALL);                           \
       zl_m += 4;                                                            \
     } else if (zl_rest >= 2) {                                              \
@@ -236,7 +248,7 @@ ZL_KERNEL void zl_linear_float_tile(int format, int MT, int64_t n, const float *
                                     int64_t K, int act) {
   v16f acc[ZL_MANY];
   zl_dot_float(format, MT, n, x, K, w + g * zl_group_bytes(format, K), acc);
-  if (MT < 8 || ZL_AVX512)
+  if (MT != ZL_SPANS)
     zl_linear_int8_put(MT, acc, first, g, bias, residual, out, N, act);
   else
     for (int64_t m = 0; m < n; m++) zl_linear_int8_put(1, acc + m, first + m, g, bias, residual, out, N, act);
@@ -280,7 +292,7 @@ ZL_KERNEL void zl_gated_float_tile(int format, int MT, int64_t n, const float *x
   const int64_t at = g * zl_group_bytes(format, K);
   zl_dot_float(format, MT, n, x, K, gate + at, a);
   zl_dot_float(format, MT, n, x, K, up + at, u);
-  if (MT < 8 || ZL_AVX512)
+  if (MT != ZL_SPANS)
     zl_gated_join(MT, a, u, g, bias_gate, bias_up, N, act);
   else
     for (int64_t m = 0; m < n; m++) zl_gated_join(1, a + m, u + m, g, bias_gate, bias_up, N, act);

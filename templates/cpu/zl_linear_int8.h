@@ -1,6 +1,6 @@
 /* Matrix products with int8 activations: Linear, LinearAdd, ActLinear, GatedLinear and its quantizing form.
  *
- * In: zl_block_dots.h, zl_linear_amx.h, zl_math.h, zl_quantize.h.  Out: zl_dot_int8 (16 outputs for MT tokens), the
+ * In: zl_block_dots.h, zl_linear_amx.h, zl_math.h, zl_quantize.h.  Out: zl_dot_int8 (16 outputs for n tokens), the
  * kernels.  Next file: zl_linear_float.h.
  *
  * Work is split into (token tile, group of 16 outputs) items.  A token tile's activations stay in L2 while the
@@ -37,29 +37,30 @@
 #endif
 
 /* That, for rows of K activations: the rows' parts have to be in the first cache together, and rows that lie multiples of
- * 4 KB apart share its 8 ways, as on every x86-64 processor whose first cache is found by the bits within a page. */
+ * 4 KB apart share its ways, as on every x86-64 processor whose first cache is found by the bits within a page: eight of
+ * them at least. */
 ZL_KERNEL int64_t zl_many(int64_t K) {
   const int64_t apart = (K & -K) < 64 ? 64 : (K & -K) < 4096 ? (K & -K) : 4096, fit = 8 * (4096 / apart);
   return fit < ZL_MANY ? fit : ZL_MANY;
 }
 
-/* CALL(MT, first, n) for n tokens from `first` on, covering [begin, end): 4, 2 or 1, then MT is n, or a multiple of 8 up
+/* CALL(MT, n, first) for n tokens from `first` on, covering [begin, end): 4, 2 or 1, then MT is n, or a multiple of 8 up
  * to `many`, then MT is 8. */
 #define ZL_TOKEN_TILES(many, begin, end, CALL)                                      \
   for (int64_t zl_m = (begin), zl_e = (end); zl_m < zl_e;) {                        \
     if (zl_e - zl_m >= 8) {                                                         \
       const int64_t zl_8 = (many) == 8 || zl_e - zl_m < 16 ? 8                      \
                            : zl_e - zl_m >= (many) ? (many) : (zl_e - zl_m) / 8 * 8; \
-      CALL(8, zl_m, zl_8);                                                          \
+      CALL(8, zl_8, zl_m);                                                          \
       zl_m += zl_8;                                                                 \
     } else if (zl_e - zl_m >= 4) {                                                  \
-      CALL(4, zl_m, 4);                                                             \
+      CALL(4, 4, zl_m);                                                             \
       zl_m += 4;                                                                    \
     } else if (zl_e - zl_m >= 2) {                                                  \
-      CALL(2, zl_m, 2);                                                             \
+      CALL(2, 2, zl_m);                                                             \
       zl_m += 2;                                                                    \
     } else {                                                                        \
-      CALL(1, zl_m, 1);                                                             \
+      CALL(1, 1, zl_m);                                                             \
       zl_m += 1;                                                                    \
     }                                                                               \
   }
@@ -91,13 +92,14 @@ typedef struct zl_bundle {
 #define ZL_TILE_BLOCKS (ZL_TILE_BYTES / 32 + ZL_TILE_STEP * 2048) /* blocks of 32 columns in a token tile, K <= 64 Ki */
 
 /* Once per tile of tokens [t0, t1), into space: what a block's integer sums start from, so that the zero point needs no
- * multiply-add (the tokens of tile products need none), or the totals for the minimum. */
+ * multiply-add (the tokens of tile products need none), or the totals for the minimum (with AVX-512 of the tokens of tile
+ * products only: a register is there for the others). */
 ZL_KERNEL void zl_tile_words(int format, zl_bundle *a, int64_t t0, int64_t t1, int64_t K, zl_tile_word *space) {
   const int64_t from = zl_amx_until(t0, t1), KB = K / 32;
   a->words = space;
   a->words_from = t0;
   if (zl_has_totals(format))
-    for (int64_t i = t0 * KB; i < t1 * KB; i++) space[i - t0 * KB].total = a->sums[2 * i] + a->sums[2 * i + 1];
+    for (int64_t i = t0 * KB; i < (ZL_AVX512 ? from : t1) * KB; i++) space[i - t0 * KB].total = a->sums[2 * i] + a->sums[2 * i + 1];
   if (!zl_zero_point(format)) return;
   const v64u8 point = (v64u8){0} + (uint8_t)zl_zero_point(format);
   for (int64_t i = from * KB; i < t1 * KB; i++) {
@@ -167,7 +169,7 @@ ZL_KERNEL void zl_dot_block(int format, int MT, const zl_block *b, const zl_nibb
                             int64_t K, int64_t kb, v16f *acc) {
   const int64_t KB = K / 32;
   const float *scale = a.scale + first * KB, *sums = a.sums + first * KB * 2;
-  const int has_zero = zl_zero_point(format) != 0, has_total = zl_has_totals(format) && a.words;
+  const int has_zero = zl_zero_point(format) != 0, has_total = !ZL_AVX512 && zl_has_totals(format) && a.words;
   const zl_tile_word *words = has_zero || has_total ? a.words + (first - a.words_from) * KB : NULL;
   v16i p[ZL_DOT_TOKENS][2];
   ZL_UNROLL
@@ -230,7 +232,6 @@ ZL_KERNEL void zl_dot_amx(int format, zl_bundle a, int64_t t0, int64_t until, in
  * take to bring them.  Rows of whole 4 KB share one set of the first cache, which the sums would empty: into the second. */
 ZL_KERNEL void zl_ask_outputs(int64_t n, const float *to, int64_t first, int64_t g, int64_t N) {
   if (n <= 2 || !to) return;
-  ZL_NO_UNROLL
   for (int64_t m = 0; m < n; m++) {
     const float *line = to + (first + m) * N + 16 * g;
     if (N % 1024)
@@ -261,7 +262,6 @@ ZL_KERNEL void zl_linear_int8_tile(int format, int MT, int64_t n, zl_bundle a, i
   v16f acc[ZL_MANY];
   zl_ask_outputs(n, residual ? residual : out, first, g, N);
   zl_dot_int8(format, MT, n, a, first, K, w + g * zl_group_bytes(format, K), acc);
-  ZL_NO_UNROLL
   for (int64_t m = 0; m < n; m += MT) zl_linear_int8_put(MT, acc + m, first + m, g, bias, residual, out, N, act);
 }
 
@@ -285,7 +285,7 @@ ZL_KERNEL void zl_linear_int8_all(const zl_task *t, int64_t rows, zl_bundle a, c
     zl_walk_words(&walk, format, &a, K);
     if (walk.until > walk.t0)
       zl_linear_amx_tile(format, a, walk.t0, walk.until, g, w, bias, residual, out, N, K, act);
-#define ZL_CALL(MT, first, n) zl_linear_int8_tile(format, MT, n, a, first, g, w, bias, residual, out, N, K, act)
+#define ZL_CALL(MT, n, first) zl_linear_int8_tile(format, MT, n, a, first, g, w, bias, residual, out, N, K, act)
     ZL_TOKEN_TILES(zl_many(K), walk.until, walk.t1, ZL_CALL)
 #undef ZL_CALL
   }
@@ -333,7 +333,6 @@ ZL_KERNEL void zl_gated_int8_tile(int format, int MT, int64_t n, zl_bundle a, in
   const int64_t at = g * zl_group_bytes(format, K);
   zl_dot_int8(format, MT, n, a, first, K, gate + at, sums);
   zl_dot_int8(format, MT, n, a, first, K, up + at, u);
-  ZL_NO_UNROLL
   for (int64_t i = 0; i < n; i += MT) {
     zl_gated_join(MT, sums + i, u + i, g, bias_gate, bias_up, N, act);
     ZL_UNROLL
@@ -376,7 +375,7 @@ ZL_KERNEL void zl_gated_linear_int8(const zl_task *t, int64_t rows, const int8_t
       for (int64_t m = 0; m < until - t0; m++)
         zl_store_n(out + (t0 + m) * N + 16 * g, zl_gated_amx_one(sums, m, g, bias_gate, bias_up, N, activation), n);
     }
-#define ZL_CALL(MT, first, n_tokens)                                                                             \
+#define ZL_CALL(MT, n_tokens, first)                                                                             \
   do {                                                                                                           \
     v16f h[ZL_MANY];                                                                                             \
     zl_gated_int8_tile(format, MT, n_tokens, a, first, g, gate, up, bias_gate, bias_up, N, K, activation, h);    \
@@ -411,7 +410,7 @@ ZL_KERNEL void zl_gated_linear_quantize_int8(const zl_task *t, int64_t rows, con
                       out_sums + row * (N / 16) + 2 * g);
       }
     }
-#define ZL_CALL(MT, first, n)                                                                                          \
+#define ZL_CALL(MT, n, first)                                                                                          \
   do {                                                                                                                 \
     v16f h[2][ZL_MANY];                                                                                                \
     for (int64_t s = 0; s < 2; s++)                                                                                    \

@@ -102,7 +102,7 @@ ZL_KERNEL void zl_qkv_int8_all(const zl_task *t, int64_t rows, const zl_qkv *p, 
     const int role = zl_qkv_role(s, walk.g, &head);
     zl_walk_words(&walk, role == 0 ? format_q : role == 1 ? format_k : format_v, &a, s->K);
     /* equal formats share one body: the role only chooses pointers */
-#define ZL_CALL(MT, first, n) zl_qkv_int8_tile(t, p, s, zl_format, zl_role, MT, n, a, first, head)
+#define ZL_CALL(MT, n, first) zl_qkv_int8_tile(t, p, s, zl_format, zl_role, MT, n, a, first, head)
 #define ZL_ROLE(fixed_format, fixed_role)                                                                 \
   do {                                                                                                    \
     const int zl_format = fixed_format, zl_role = fixed_role;                                             \
@@ -138,18 +138,18 @@ ZL_KERNEL void zl_qkv_float_all(const zl_task *t, int64_t rows, const zl_qkv *p,
                                 const float *in, int format_q, int format_k, int format_v, int kind) {
   int64_t begin, end;
   zl_share(t, s->H + 2 * s->KVH, &begin, &end);
-#define ZL_CALL(MT, n, first, px, g)                                               \
-  do {                                                                            \
-    int64_t head;                                                                 \
-    const int role = zl_qkv_role(s, g, &head);                                    \
-    if (format_q == format_k && format_k == format_v)                             \
-      zl_qkv_float_tile(t, p, s, format_q, role, MT, n, px, first, head);            \
-    else if (role == 0)                                                           \
-      zl_qkv_float_tile(t, p, s, format_q, 0, MT, n, px, first, head);               \
-    else if (role == 1)                                                           \
-      zl_qkv_float_tile(t, p, s, format_k, 1, MT, n, px, first, head);               \
-    else                                                                          \
-      zl_qkv_float_tile(t, p, s, format_v, 2, MT, n, px, first, head);               \
+#define ZL_CALL(MT, n, first, px, g)                                      \
+  do {                                                                    \
+    int64_t head;                                                         \
+    const int role = zl_qkv_role(s, g, &head);                            \
+    if (format_q == format_k && format_k == format_v)                     \
+      zl_qkv_float_tile(t, p, s, format_q, role, MT, n, px, first, head); \
+    else if (role == 0)                                                   \
+      zl_qkv_float_tile(t, p, s, format_q, 0, MT, n, px, first, head);    \
+    else if (role == 1)                                                   \
+      zl_qkv_float_tile(t, p, s, format_k, 1, MT, n, px, first, head);    \
+    else                                                                  \
+      zl_qkv_float_tile(t, p, s, format_v, 2, MT, n, px, first, head);    \
   } while (0)
   ZL_FLOAT_TILES(rows, in, s->K, kind, begin, end, ZL_CALL)
 #undef ZL_CALL

@@ -128,7 +128,7 @@ ZL_KERNEL void zl_head_bounds(const zl_task *t, int64_t rows, const float *x, co
   }
   zl_tile_words(ZL_SCREEN_FORMAT, &a, 0, rows, K, s.words);
   while (zl_deal_item(t, &deal, &g)) {
-#define ZL_CALL(MT, first, n) zl_bounds_tile(MT, a, first, g, copy, norms, slack, bounds, N, K)
+#define ZL_CALL(MT, n, first) zl_bounds_tile(MT, a, first, g, copy, norms, slack, bounds, N, K)
     ZL_TOKEN_TILES(8, 0, rows, ZL_CALL)
 #undef ZL_CALL
   }

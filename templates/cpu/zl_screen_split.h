@@ -66,7 +66,7 @@ ZL_KERNEL void zl_split_bounds_int8(const zl_task *t, int64_t rows, const int8_t
   int64_t g;
   for (int64_t r = 0; r < rows; r++) size[r] = zl_spread_norm(a, r, spread, K);
   while (zl_deal_item(t, &deal, &g)) {
-#define ZL_CALL(MT, first, n) zl_split_bounds_tile(MT, a, first, g, high, norms, size, bounds, N, K)
+#define ZL_CALL(MT, n, first) zl_split_bounds_tile(MT, a, first, g, high, norms, size, bounds, N, K)
     ZL_TOKEN_TILES(8, 0, rows, ZL_CALL)
 #undef ZL_CALL
   }
@@ -91,7 +91,7 @@ ZL_KERNEL void zl_screened_split_linear_int8(const zl_task *t, int64_t rows, con
       zl_linear_amx_tile(ZL_FMT_Q8_HIGH, a, t0, until, g, high, NULL, NULL, out, N, K, ZL_ACT_NONE);
       zl_linear_amx_tile(ZL_FMT_Q8_LOW, a, t0, until, g, low, NULL, out, out, N, K, ZL_ACT_NONE);
     }
-#define ZL_CALL(MT, first, n)                                                                          \
+#define ZL_CALL(MT, n, first)                                                                          \
   do {                                                                                                 \
     zl_linear_int8_tile(ZL_FMT_Q8_HIGH, MT, n, a, first, g, high, NULL, NULL, out, N, K, ZL_ACT_NONE); \
     zl_linear_int8_tile(ZL_FMT_Q8_LOW, MT, n, a, first, g, low, NULL, out, out, N, K, ZL_ACT_NONE);    \
