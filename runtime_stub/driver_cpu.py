@@ -320,7 +320,8 @@ class CpuEngine:
             next=ctypes.addressof(self._next),
         )
         self._batch_ref = ctypes.byref(self._batch)
-        self._stop_ids, self._stops = NO_IDS, array("i")
+        self._stop_ids: Optional[frozenset[int]] = NO_IDS
+        self._stops = array("i")
         self._decoded = (_i32 * 1)()
         self._decoding = Decoding()
 
@@ -392,9 +393,10 @@ class CpuEngine:
         if n * steps > len(self._decoded):
             self._decoded = (_i32 * (2 * n * steps))()
         if stop_ids is not self._stop_ids:
-            stops = array("i", stop_ids)
-            d.stops, d.n_stops = stops.buffer_info()
-            self._stops, self._stop_ids = stops, stop_ids  # last: an interrupt may come between
+            self._stop_ids = None  # until all is set: an interrupt may come between
+            self._stops = array("i", stop_ids)
+            d.stops, d.n_stops = self._stops.buffer_info()
+            self._stop_ids = stop_ids
         d.n_steps, d.next = steps, ctypes.addressof(self._decoded)
         c.next = c.call_ns = c.logits = c.taps = None
         status = self.code.lib.zl_decode(self._engine, self._batch_ref, ctypes.byref(d))

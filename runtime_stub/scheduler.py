@@ -151,6 +151,10 @@ class Scheduler:
             raise UsageError("the prompt is empty", next_step="give at least one token")
         if max_new_tokens < 1:
             raise UsageError(f"{max_new_tokens} new tokens asked for, must be at least 1")
+        ends = frozenset(stop_ids)
+        for i in ends:
+            if type(i) is not int or not 0 <= i < 1 << 31:
+                raise UsageError(f"a stop id is {str(i)[:30]}, must be a token id")
         if len(prompt) >= self.context_limit:
             by_model = self.context_limit == self.limits.max_context
             kind: type[UsageError] | type[ResourceError] = UsageError if by_model else ResourceError
@@ -167,7 +171,7 @@ class Scheduler:
             prompt,
             sampling=sampling or SamplingParams(),
             max_new_tokens=max_new_tokens,
-            stop_ids=frozenset(stop_ids),
+            stop_ids=ends,
             on_token=on_token,
         )
         heapq.heappush(self._waiting, (seq.number, seq))
@@ -332,7 +336,7 @@ class Scheduler:
         """Blocks for ``count`` more positions, preempting younger sequences that are not planned
         yet.  False: not in this step."""
         pool = self.pool
-        need = pool.blocks_for(seq.n_computed + count) - len(seq.blocks)
+        need = max(0, pool.blocks_for(seq.n_computed + count) - len(seq.blocks))
         first = seq.n_computed // pool.block_size
         copy = first < len(seq.blocks) and pool.references(seq.blocks[first]) > 1
         while pool.available < need + copy:
@@ -422,10 +426,19 @@ class Scheduler:
             self._finish(seq, "stop", "eos")
             return
         seq.tokens.append(token)
-        if seq.on_token is not None and seq.on_token(seq, token):
-            self._finish(seq, "stop", "stop_string")
-        elif seq.finished:
+        stop: Optional[bool] = False
+        try:
+            if seq.on_token is not None:
+                stop = seq.on_token(seq, token)
+        finally:  # also where it raises: the token is there
+            self._end(seq, bool(stop))
+
+    def _end(self, seq: Sequence, stop: bool) -> None:
+        """After a token: whether it was the last."""
+        if seq.finished:
             return  # cancelled by its own callback
+        if stop:
+            self._finish(seq, "stop", "stop_string")
         elif len(seq.tokens) - seq.n_prompt >= seq.max_new_tokens:
             self._finish(seq, "length", "max_tokens")
         elif len(seq.tokens) >= self.context_limit:

@@ -407,20 +407,45 @@ def test_spare_blocks_of_one_sequence_pay_for_no_other() -> None:
     assert d.output == reference(prompt, 12)
 
 
+def test_spare_blocks_do_not_hide_that_a_copy_needs_one() -> None:
+    scheduler, _ = make(5, steps=3)
+    prompts = [[0, 1], [1, 1], [2]]
+    stop = reference(prompts[2], 2)[1]
+    seqs = [scheduler.add(p, max_new_tokens=6) for p in prompts[:2]]
+    short = scheduler.add(prompts[2], max_new_tokens=6, stop_ids={stop})
+    scheduler.step()
+    scheduler.step()
+    assert short.stopped_by == "eos"
+    assert [(s.n_computed, len(s.blocks)) for s in seqs] == [(3, 2)] * 2, "a spare block each"
+    twins = [scheduler.fork(s) for s in seqs]
+    drain(scheduler)
+    for prompt, seq, twin in zip(prompts, seqs, twins, strict=False):
+        assert twin.output == seq.output == reference(prompt, 6)
+
+
+@pytest.mark.parametrize("stop", [-1, 1 << 31, None, 2.0, "x", True])
+def test_a_stop_id_is_a_token_id(stop: Any) -> None:
+    scheduler, _ = make(5)
+    with pytest.raises(UsageError, match="stop id"):
+        scheduler.add([1], stop_ids=[stop])
+    assert scheduler.idle
+
+
 @pytest.mark.parametrize("steps", [0, 5])
 def test_a_callback_that_raises_leaves_the_others_as_they_were(steps: int) -> None:
     scheduler, _ = make(40, steps=steps)
 
     def on_token(seq: Sequence, _token: int) -> bool:
-        if len(seq.output) == 3:
+        if len(seq.output) in (3, 9):
             raise RuntimeError("the reader is gone")
         return False
 
     seqs = [scheduler.add([i], max_new_tokens=9) for i in range(3)]
     seqs[1].on_token = on_token
-    with pytest.raises(RuntimeError):
-        drain(scheduler)
-    scheduler.pool.check()
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            drain(scheduler)
+        scheduler.pool.check()
     drain(scheduler)
     assert [s.output for s in seqs] == [reference([i], 9) for i in range(3)]
 
