@@ -27,7 +27,7 @@ from zerolayer.runtime_stub.errors import UsageError, ZerolayerError
 from zerolayer.runtime_stub.requires import compare
 from zerolayer.runtime_stub.scheduler import Scheduler
 from zerolayer.runtime_stub.session import Session
-from zerolayer.runtime_stub.step import Limits, SamplingParams, StepBatch
+from zerolayer.runtime_stub.step import Limits, Pace, SamplingParams, StepBatch
 from zerolayer.targets.facts import load_target
 
 F32 = npt.NDArray[np.float32]
@@ -220,6 +220,13 @@ def test_a_seed_draws_the_same_tokens_in_any_company(compiled: Compiled) -> None
         assert_same(together(run, [first, *others], vocab), alone, "seeded")
 
 
+class FourSteps(Pace):
+    """A pace that no clock decides."""
+
+    def steps(self, most: int, sequences: int) -> int:
+        return min(4, most)
+
+
 def test_the_scheduler_gives_a_prompt_the_same_tokens_alone_and_in_a_crowd(
     compiled: Compiled,
 ) -> None:
@@ -246,6 +253,7 @@ def test_the_scheduler_gives_a_prompt_the_same_tokens_alone_and_in_a_crowd(
             return run.decode(batch, steps, stop_ids)
 
         scheduler = Scheduler(few, -(-300 // few.block_size), run.step, None, decode)
+        scheduler._pace = FourSteps()
         crowd = []
         for prompt, sampling in zip(prompts, params, strict=True):
             crowd.append(scheduler.add(prompt, sampling=sampling, max_new_tokens=80))
