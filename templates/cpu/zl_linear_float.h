@@ -3,9 +3,9 @@
  * In: zl_weights.h, zl_linear_int8.h (token tiles).  Out: zl_dot_float, the kernels.  Next file: zl_linear_bf16.h (bf16
  * weights with bf16 activations).
  *
- * Weights of any format become float32, exactly, in registers or for many tokens in the first cache; activations are float32, for the kind bf16 rounded to
- * bfloat16 first; sums are float32, even and odd columns apart, so that two chains of multiply-adds overlap.  Eight
- * tokens and more keep one of the two in registers where these are few (zl_dot_spans).
+ * Weights of any format become float32, exactly, in registers or for many tokens in the first cache; activations are
+ * float32, for the kind bf16 rounded to bfloat16 first; sums are float32, even and odd columns apart, so that two chains
+ * of multiply-adds overlap.  Eight tokens and more keep one of the two in registers where these are few (zl_dot_spans).
  * The rounded and padded activations of a tile of tokens live in this thread's scratch: cpu_rows.scratch_bytes.
  */
 #ifndef ZL_LINEAR_FLOAT_H
