@@ -288,8 +288,9 @@ def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Co
     if row.function.endswith("_int8"):  # zl_tile_tokens
         injector.derive("prefetch_bytes", _PREFETCH_BYTES)
         tile_bytes = _tile_bytes(injector)
-        step = 16 if row.id.endswith(".amx") else 8  # ZL_TILE_STEP
-        injector.derive("tile_tokens", _TILE_TOKENS.format(step=step))
+        tiles = row.id.endswith(".amx")
+        step, most = (16, 256) if tiles else (8, 512)  # ZL_TILE_STEP, ZL_TILE_TOKENS
+        injector.derive("tile_tokens", _TILE_TOKENS.format(step=step, most=most))
         return tile_bytes
     if row.op == "HeadBounds":
         injector.derive("prefetch_bytes", _PREFETCH_BYTES)
@@ -315,7 +316,7 @@ def _stream_bytes(injector: Injector) -> int:
 
 
 _PREFETCH_BYTES = "64 * cache_line_bytes"
-_TILE_TOKENS = "max({step}, min(256, tile_bytes // K // {step} * {step}))"
+_TILE_TOKENS = "max({step}, min({most}, tile_bytes // K // {step} * {step}))"
 
 
 def _tile_bytes(injector: Injector) -> int:

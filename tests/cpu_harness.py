@@ -23,19 +23,30 @@ import pytest
 HERE = Path(__file__).parent
 TEMPLATES = HERE.parent / "templates" / "cpu"
 FLAGS = ("-std=c11", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function")
+
+
+def host_flags() -> frozenset[str]:
+    """CPU flags of this machine as Linux names them."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.split(":")[1].split())
+    return frozenset()
+
+
+_ZEN4 = frozenset({"avx512_vnni", "avx512bw", "avx512_bf16"})
+_V3 = frozenset({"avx2", "fma", "f16c"})
+#: the tile instructions in C, in code for zen4 or, where that does not run, for x86-64-v3: how the
+#: kernels for AMX run without AMX
+_TILES = ("znver4", _ZEN4) if host_flags() >= _ZEN4 else ("x86_64_v3", _V3)
 #: level -> compiler arguments, CPU flags the host needs to run it
 LEVELS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
-    "zen4": (("-mcpu=znver4", "-O3"), frozenset({"avx512_vnni", "avx512bw", "avx512_bf16"})),
-    # zen4's code with the tile instructions in C: how the kernels for AMX run without AMX
-    "amx": (
-        ("-mcpu=znver4", "-O3", '-DZL_TILE_MODEL="tile_model.h"'),
-        frozenset({"avx512_vnni", "avx512bw", "avx512_bf16"}),
-    ),
+    "zen4": (("-mcpu=znver4", "-O3"), _ZEN4),
+    "amx": ((f"-mcpu={_TILES[0]}", "-O3", '-DZL_TILE_MODEL="tile_model.h"'), _TILES[1]),
     "v4": (("-mcpu=x86_64_v4", "-O3"), frozenset({"avx512bw", "avx512dq", "avx512vl"})),
-    "v3": (("-mcpu=x86_64_v3", "-O3"), frozenset({"avx2", "fma", "f16c"})),
+    "v3": (("-mcpu=x86_64_v3", "-O3"), _V3),
     "ubsan": (
         ("-mcpu=znver4", "-O1", "-fsanitize=undefined", "-fsanitize-trap=undefined"),
-        frozenset({"avx512_vnni", "avx512bw", "avx512_bf16"}),
+        _ZEN4,
     ),
     "ubsan-v3": (  # one token asks for weights ahead, as on zen3
         (
@@ -45,17 +56,17 @@ LEVELS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
             "-fsanitize-trap=undefined",
             "-DZL_STREAM_BYTES=4096",
         ),
-        frozenset({"avx2", "fma", "f16c"}),
+        _V3,
     ),
     "ubsan-amx": (
         (
-            "-mcpu=znver4",
+            f"-mcpu={_TILES[0]}",
             "-O1",
             "-fsanitize=undefined",
             "-fsanitize-trap=undefined",
             '-DZL_TILE_MODEL="tile_model.h"',
         ),
-        frozenset({"avx512_vnni", "avx512bw", "avx512_bf16"}),
+        _TILES[1],
     ),
 }
 _BUILDS = tempfile.TemporaryDirectory(prefix="zl-kernels-")  # removed when the process ends
@@ -318,14 +329,6 @@ def source(level: str) -> str:
             f"  const double *d) {{ return call({x.name}_fn, s, rows, p, i, d); }}"
         )
     return "\n".join(lines) + "\n"
-
-
-def host_flags() -> frozenset[str]:
-    """CPU flags of this machine as Linux names them."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.split(":")[1].split())
-    return frozenset()
 
 
 def kernels_for(level: str) -> Kernels:

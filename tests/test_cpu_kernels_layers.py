@@ -167,7 +167,7 @@ def qkv_kernels(request: pytest.FixtureRequest) -> Kernels:
 )
 @pytest.mark.parametrize(
     ("hd", "rd", "interleaved", "norm", "bias"),
-    [(64, 64, 0, 0, 1), (32, 16, 0, 1, 0), (48, 48, 1, 0, 0)],
+    [(64, 64, 0, 0, 1), (32, 16, 0, 1, 0), (48, 48, 1, 0, 0), (512, 64, 0, 0, 0)],
 )
 def test_qkv_rope_cache(
     qkv_kernels: Kernels, name: str, hd: int, rd: int, interleaved: int, norm: int, bias: int
@@ -176,7 +176,7 @@ def test_qkv_rope_cache(
     store."""
     kernels = qkv_kernels
     rng = np.random.default_rng(6)
-    heads, kvh, k, bs, lengths = 6, 2, 256, 16, [(0, 43), (30, 1), (5, 3)]
+    heads, kvh, k, bs, lengths = 6, 2, 256, 16, [(0, 43), (30, 1), (5, 121)]
     batch, t, total = make_batch(lengths, bs)
     fmts = (
         ("Q4_K", "Q8_0", "Q6_K")

@@ -211,6 +211,23 @@ def test_rows_do_not_depend_on_the_batch_or_the_threads(
     assert (both == ones).all()
 
 
+@pytest.mark.parametrize("t", [64, 65, 121, 300, 515])
+@pytest.mark.parametrize("fmt", ["Q4_1", "Q8_0"])
+def test_prompts_of_several_pieces_and_tiles(int8_kernels: Kernels, fmt: str, t: int) -> None:
+    """Tokens are dealt out in pieces of about 64, of tiles of at most 512: every output once, of
+    the right words."""
+    rng = np.random.default_rng(8)
+    n, k = 80, 96
+    raw, w = weights(rng, fmt, n, k)
+    a = bundle(floats(rng, t, k))
+    want = expand(a[0], a[1]) @ w.T.astype(np.float64)
+    for threads in (1, 3):
+        out = np.full((t, n), np.nan, np.float32)
+        arrays = [*a, packed(fmt, raw), None, out]
+        int8_kernels.call(f"linear_int8_{fmt}", t, arrays, [n, k], threads=threads)
+        assert (np.abs(out - want) <= bound(expand(a[0], a[1]), w)).all(), threads
+
+
 @pytest.mark.parametrize("kernels", ["zen4", "v4", "v3"], indirect=True)
 @pytest.mark.parametrize("kind", [F32, BF16])
 @pytest.mark.parametrize("fmt", PLAIN)
@@ -257,7 +274,7 @@ def test_fused_forms(kernels: Kernels, form: str) -> None:
     """LinearAdd (in place too), ActLinear, GatedLinear and its quantizing form."""
     rng = np.random.default_rng(5)
     fmt = {"int8": "Q4_1", "float": "F16"}.get(form, form.removeprefix("int8_"))
-    n, k, t = 96, 256 if fmt == "Q6_K" else 160, 59
+    n, k, t = 96, 256 if fmt == "Q6_K" else 160, 125
     (raw_g, g), (raw_u, u) = weights(rng, fmt, n, k), weights(rng, fmt, n, k)
     x, bg, bu, residual = floats(rng, t, k), floats(rng, n), floats(rng, n), floats(rng, t, n)
     x *= np.float32(0.01 if fmt == "Q6_K" else 1)  # whose random weights are large

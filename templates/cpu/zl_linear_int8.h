@@ -3,10 +3,12 @@
  * In: zl_block_dots.h, zl_linear_amx.h, zl_math.h, zl_quantize.h.  Out: zl_dot_int8 (16 outputs for n tokens), the
  * kernels.  Next file: zl_linear_float.h.
  *
- * Work is split into (token tile, group of 16 outputs) items.  A token tile's activations stay in L2 while the
- * weights stream past once; a group's weights stay in L1 while the tile's tokens pass, some at a time (zl_many), which
- * share the unpacking of each block.  A token's sums run over K in the same order in every tile size, and
- * in zl_linear_amx.h, which takes the sixteens of a token tile where the target multiplies matrix tiles.
+ * Work is split into (token tile, group of 16 outputs, piece of the tile) items, in this order.  A token tile's
+ * activations stay in L2 while the weights stream past once; a group's weights stay in L1 while the tile's tokens pass,
+ * some at a time (zl_many), which share the unpacking of each block, and meanwhile the next group's are asked for
+ * (ZL_ASK_TOKENS).  Pieces are what threads share out, so that none waits long for another at a call's end.  A token's
+ * sums run over K in the same order in every tile size, and in zl_linear_amx.h, which takes the sixteens of a token tile
+ * where the target multiplies matrix tiles.
  */
 #ifndef ZL_LINEAR_INT8_H
 #define ZL_LINEAR_INT8_H
@@ -25,7 +27,20 @@
 #ifndef ZL_STREAM_BYTES
 #define ZL_STREAM_BYTES 0 /* the same for one or two tokens; 0: the machine's prefetchers do it */
 #endif
-#define ZL_TILE_TOKENS 256 /* most tokens of a tile */
+#if ZL_TILES
+#define ZL_TILE_TOKENS 256 /* most tokens of a tile: the sums of matrix tiles are in memory */
+#else
+#define ZL_TILE_TOKENS 512
+#endif
+#define ZL_PIECE_TOKENS 64 /* of an item, about */
+/* Tokens of a tile from which on their products take longer than the next weights' reading: asked for meanwhile, the
+ * first of the next products need not wait.  0: not asked for.  Without VNNI products take so long that nothing waits
+ * (Zen 3: asking gained nothing). */
+#if defined(__AVX512VNNI__)
+#define ZL_ASK_TOKENS 32
+#else
+#define ZL_ASK_TOKENS 0
+#endif
 
 /* Most tokens that share the unpacking of a block.  With AVX-512 the codes stay in registers, and eight sums beside
  * them.  Without it they go to the first cache and come back for four tokens at a time, so the more tokens the better
@@ -91,6 +106,15 @@ typedef struct zl_bundle {
 
 #define ZL_TILE_BLOCKS (ZL_TILE_BYTES / 32 + ZL_TILE_STEP * 2048) /* blocks of 32 columns in a token tile, K <= 64 Ki */
 
+/* zl_tile_word.zero of eight blocks, whose q they are. */
+ZL_KERNEL void zl_zero_words(const int8_t *q, int32_t point, zl_tile_word *words) {
+  v8i x[8];
+  ZL_UNROLL
+  for (int i = 0; i < 8; i++) x[i] = zl_sum4(q + 32 * i);
+  const v8i zero = zl_fold8_sum(x) * -point;
+  memcpy(words, &zero, sizeof zero);
+}
+
 /* Once per tile of tokens [t0, t1), into space: what a block's integer sums start from, so that the zero point needs no
  * multiply-add (the tokens of tile products need none), or the totals for the minimum (with AVX-512 of the tokens of tile
  * products only: a register is there for the others). */
@@ -101,21 +125,26 @@ ZL_KERNEL void zl_tile_words(int format, zl_bundle *a, int64_t t0, int64_t t1, i
   if (zl_has_totals(format))
     for (int64_t i = t0 * KB; i < (ZL_AVX512 ? from : t1) * KB; i++) space[i - t0 * KB].total = a->sums[2 * i] + a->sums[2 * i + 1];
   if (!zl_zero_point(format)) return;
-  const v64u8 point = (v64u8){0} + (uint8_t)zl_zero_point(format);
-  for (int64_t i = from * KB; i < t1 * KB; i++) {
-    v16i x = {0};
-    memcpy(&x, a->q + i * 32, 32);
-    space[i - t0 * KB].zero = -__builtin_reduce_add(zl_dot4_u8((v16i){0}, point, x));
+  const int32_t point = zl_zero_point(format);
+  int64_t i = from * KB;
+  for (; i + 8 <= t1 * KB; i += 8) zl_zero_words(a->q + i * 32, point, space + (i - t0 * KB));
+  if (i < t1 * KB) {
+    int8_t q[8 * 32] = {0};
+    zl_tile_word words[8];
+    memcpy(q, a->q + i * 32, (size_t)(t1 * KB - i) * 32);
+    zl_zero_words(q, point, words);
+    memcpy(space + (i - t0 * KB), words, (size_t)(t1 * KB - i) * sizeof *words);
   }
 }
 
-/* The walk of a thread through its items of a call: one of G runs of outputs for one tile of tokens at a time. */
+/* The walk of a thread through its items of a call: a piece of a tile of tokens for one of G runs of outputs at a time. */
 typedef struct zl_walk {
   zl_deal deal;
-  int64_t rows, G, tile;
-  int64_t t0, t1, g; /* the item: tokens t0 .. t1, run g */
-  int64_t until;     /* tokens t0 .. until go through tile products */
-  int64_t words_at;  /* the tile and the format that a bundle's words are for */
+  int64_t rows, G, tile, pieces;
+  int64_t tile0, tile1; /* tokens of the item's tile */
+  int64_t t0, t1, g;    /* the item: tokens t0 .. t1 of them, run g */
+  int64_t until;        /* tokens t0 .. until go through tile products */
+  int64_t words_at;     /* the tile and the format that a bundle's words are for */
   int format;
   _Alignas(64) zl_tile_word words[ZL_TILE_BLOCKS];
 } zl_walk;
@@ -124,7 +153,9 @@ ZL_KERNEL void zl_walk_begin(zl_walk *w, int64_t rows, int64_t K, int64_t G) {
   w->rows = rows;
   w->G = G;
   w->tile = rows > 0 ? zl_tile_tokens(rows, K) : 1;
-  w->deal = (zl_deal){(rows + w->tile - 1) / w->tile * G, 0, 0, 0};
+  /* matrix tiles unpack weights once for a whole tile */
+  w->pieces = ZL_TILES ? 1 : (w->tile + ZL_PIECE_TOKENS - 1) / ZL_PIECE_TOKENS;
+  w->deal = (zl_deal){(rows + w->tile - 1) / w->tile * G * w->pieces, 0, 0, 0};
   w->words_at = -1;
   w->format = -1;
   zl_amx_begin(rows);
@@ -137,19 +168,37 @@ ZL_KERNEL int zl_walk_item(const zl_task *t, zl_walk *w) {
     zl_amx_end(w->rows);
     return 0;
   }
-  w->t0 = i / w->G * w->tile;
-  w->t1 = w->t0 + w->tile < w->rows ? w->t0 + w->tile : w->rows;
-  w->g = i % w->G;
+  const int64_t run = i / w->pieces, piece = i % w->pieces;
+  w->tile0 = run / w->G * w->tile;
+  w->tile1 = w->tile0 + w->tile < w->rows ? w->tile0 + w->tile : w->rows;
+  w->g = run % w->G;
+  /* whole eights; the last tile's last pieces may have none */
+  const int64_t tokens = ((w->tile + w->pieces - 1) / w->pieces + 7) / 8 * 8;
+  w->t0 = w->tile0 + piece * tokens < w->tile1 ? w->tile0 + piece * tokens : w->tile1;
+  w->t1 = w->t0 + tokens < w->tile1 ? w->t0 + tokens : w->tile1;
   w->until = zl_amx_until(w->t0, w->t1);
   return 1;
 }
 
-/* The words of the item's tokens, for weights of this format, if they are not at hand. */
+/* The words of the item's tile, for weights of this format, if they are not at hand. */
 ZL_KERNEL void zl_walk_words(zl_walk *w, int format, zl_bundle *a, int64_t K) {
   a->words = w->words; /* said each time: that it is not NULL is a constant of the products' code */
-  a->words_from = w->t0;
-  if (w->words_at == w->t0 && w->format == format) return;
-  zl_tile_words(w->format = format, a, w->words_at = w->t0, w->t1, K, w->words);
+  a->words_from = w->tile0;
+  if (w->words_at == w->tile0 && w->format == format) return;
+  zl_tile_words(w->format = format, a, w->words_at = w->tile0, w->tile1, K, w->words);
+}
+
+/* With part number `part` of `parts` of the products of tokens first .. first + n of the item: asks for their share of the
+ * next run's weights, `bytes` at `next`. */
+ZL_KERNEL void zl_walk_ask_part(const zl_walk *w, const uint8_t *next, int64_t bytes, int64_t first, int64_t n,
+                                int64_t part, int64_t parts) {
+  const int64_t tokens = w->tile1 - w->tile0, done = (first - w->tile0) * parts + n * part;
+  if (!ZL_ASK_TOKENS || tokens < ZL_ASK_TOKENS || w->g + 1 >= w->G) return;
+  const int64_t end = (done + n) * bytes / (tokens * parts);
+  for (int64_t i = done * bytes / (tokens * parts) / 64 * 64; i < end; i += 64) __builtin_prefetch(next + i, 0, 2);
+}
+ZL_KERNEL void zl_walk_ask(const zl_walk *w, const uint8_t *next, int64_t bytes, int64_t first, int64_t n) {
+  zl_walk_ask_part(w, next, bytes, first, n, 0, 1);
 }
 
 /* How far ahead MT tokens ask for weights, 0: not at all.  Several compute longer on a block than the machine's
@@ -285,7 +334,12 @@ ZL_KERNEL void zl_linear_int8_all(const zl_task *t, int64_t rows, zl_bundle a, c
     zl_walk_words(&walk, format, &a, K);
     if (walk.until > walk.t0)
       zl_linear_amx_tile(format, a, walk.t0, walk.until, g, w, bias, residual, out, N, K, act);
-#define ZL_CALL(MT, n, first) zl_linear_int8_tile(format, MT, n, a, first, g, w, bias, residual, out, N, K, act)
+    const int64_t bytes = zl_group_bytes(format, K);
+#define ZL_CALL(MT, n, first)                                                                \
+  do {                                                                                       \
+    zl_walk_ask(&walk, w + (g + 1) * bytes, bytes, first, n);                                \
+    zl_linear_int8_tile(format, MT, n, a, first, g, w, bias, residual, out, N, K, act);      \
+  } while (0)
     ZL_TOKEN_TILES(zl_many(K), walk.until, walk.t1, ZL_CALL)
 #undef ZL_CALL
   }
@@ -368,7 +422,7 @@ ZL_KERNEL void zl_gated_linear_int8(const zl_task *t, int64_t rows, const int8_t
   while (zl_walk_item(t, &walk)) {
     const int64_t g = walk.g, t0 = walk.t0, until = walk.until;
     zl_walk_words(&walk, format, &a, K);
-    const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
+    const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16, bytes = zl_group_bytes(format, K);
     if (until > t0) {
       _Alignas(64) float sums[2 * ZL_TILE_TOKENS * 16];
       zl_gated_amx_sums(format, a, t0, until, g, 1, gate, up, K, sums);
@@ -378,6 +432,8 @@ ZL_KERNEL void zl_gated_linear_int8(const zl_task *t, int64_t rows, const int8_t
 #define ZL_CALL(MT, n_tokens, first)                                                                             \
   do {                                                                                                           \
     v16f h[ZL_MANY];                                                                                             \
+    zl_walk_ask(&walk, gate + (g + 1) * bytes, bytes, first, n_tokens);                                          \
+    zl_walk_ask(&walk, up + (g + 1) * bytes, bytes, first, n_tokens);                                            \
     zl_gated_int8_tile(format, MT, n_tokens, a, first, g, gate, up, bias_gate, bias_up, N, K, activation, h);    \
     for (int64_t m = 0; m < (n_tokens); m++) zl_store_n(out + ((first) + m) * N + 16 * g, h[m], n);               \
   } while (0)
@@ -396,7 +452,7 @@ ZL_KERNEL void zl_gated_linear_quantize_int8(const zl_task *t, int64_t rows, con
   zl_walk walk;
   zl_walk_begin(&walk, rows, K, N / 32);
   while (zl_walk_item(t, &walk)) {
-    const int64_t g = walk.g, t0 = walk.t0, until = walk.until;
+    const int64_t g = walk.g, t0 = walk.t0, until = walk.until, bytes = 2 * zl_group_bytes(format, K);
     zl_walk_words(&walk, format, &a, K);
     if (until > t0) {
       _Alignas(64) float sums[4 * ZL_TILE_TOKENS * 16];
@@ -413,6 +469,8 @@ ZL_KERNEL void zl_gated_linear_quantize_int8(const zl_task *t, int64_t rows, con
 #define ZL_CALL(MT, n, first)                                                                                          \
   do {                                                                                                                 \
     v16f h[2][ZL_MANY];                                                                                                \
+    zl_walk_ask(&walk, gate + (g + 1) * bytes, bytes, first, n);                                                       \
+    zl_walk_ask(&walk, up + (g + 1) * bytes, bytes, first, n);                                                         \
     for (int64_t s = 0; s < 2; s++)                                                                                    \
       zl_gated_int8_tile(format, MT, n, a, first, 2 * g + s, gate, up, bias_gate, bias_up, N, K, activation, h[s]);    \
     for (int64_t m = 0; m < (n); m += MT)                                                                              \

@@ -31,13 +31,11 @@ ZL_KERNEL void zl_quantize32(v16f a, v16f b, int8_t *q, float *scale, float *sum
   }
 }
 
-/* lane i: OP over the lanes of x[i].  Pairs of vectors are folded together, so that eight cost little more than three
+/* lane i: OP over the lanes of m[i].  Pairs of vectors are folded together, so that eight cost little more than three
  * each alone. */
 #define ZL_FOLD8(name, OP)                                                                         \
-  ZL_KERNEL v8i name(const v16i *x) {                                                              \
-    v8i m[8], p[4], r[2];                                                                          \
-    ZL_UNROLL                                                                                      \
-    for (int i = 0; i < 8; i++) m[i] = OP(ZL_LO(x[i]), ZL_HI(x[i]));                               \
+  ZL_KERNEL v8i name(const v8i *m) {                                                               \
+    v8i p[4], r[2];                                                                                \
     ZL_UNROLL                                                                                      \
     for (int i = 0; i < 4; i++)                                                                    \
       p[i] = OP(__builtin_shufflevector(m[2 * i], m[2 * i + 1], 0, 8, 1, 9, 4, 12, 5, 13),         \
@@ -48,6 +46,12 @@ ZL_KERNEL void zl_quantize32(v16f a, v16f b, int8_t *q, float *scale, float *sum
                 __builtin_shufflevector(p[2 * i], p[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15));      \
     return OP(__builtin_shufflevector(r[0], r[1], 0, 1, 2, 3, 8, 9, 10, 11),                       \
               __builtin_shufflevector(r[0], r[1], 4, 5, 6, 7, 12, 13, 14, 15));                    \
+  }                                                                                                \
+  ZL_KERNEL v8i name##_wide(const v16i *x) { /* the same of vectors of 16 */                       \
+    v8i m[8];                                                                                      \
+    ZL_UNROLL                                                                                      \
+    for (int i = 0; i < 8; i++) m[i] = OP(ZL_LO(x[i]), ZL_HI(x[i]));                               \
+    return name(m);                                                                                \
   }
 #define ZL_SUM(a, b) ((a) + (b))
 ZL_FOLD8(zl_fold8_max, __builtin_elementwise_max)
@@ -59,7 +63,7 @@ ZL_KERNEL void zl_quantize32_eight(const v16f *a, const v16f *b, int8_t *q, int6
   v16i top[8], i0[8], i1[8];
   ZL_UNROLL
   for (int m = 0; m < 8; m++) top[m] = __builtin_elementwise_max((v16i)zl_abs(a[m]), (v16i)zl_abs(b[m]));
-  const v8f s = (v8f)zl_fold8_max(top) / 127.0f;
+  const v8f s = (v8f)zl_fold8_max_wide(top) / 127.0f;
   const v8i normal = ~(v8i)(s < 0x1p-126f); /* NaN is not below */
   const v8f inverse = (v8f)((v8i)(1.0f / s) & normal);
   ZL_UNROLL
@@ -70,7 +74,7 @@ ZL_KERNEL void zl_quantize32_eight(const v16f *a, const v16f *b, int8_t *q, int6
     zl_store_bytes(q + m * q_step + 16, i1[m]);
     scale[m * scale_step] = s[m];
   }
-  const v8f s0 = s * __builtin_convertvector(zl_fold8_sum(i0), v8f), s1 = s * __builtin_convertvector(zl_fold8_sum(i1), v8f);
+  const v8f s0 = s * __builtin_convertvector(zl_fold8_sum_wide(i0), v8f), s1 = s * __builtin_convertvector(zl_fold8_sum_wide(i1), v8f);
   ZL_UNROLL
   for (int m = 0; m < 8; m++) {
     sums[m * sums_step] = s0[m];

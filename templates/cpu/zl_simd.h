@@ -301,6 +301,13 @@ ZL_KERNEL v16i zl_dot4_u8(v16i acc, v64u8 u, v16i s) {
 #endif
 }
 
+/* lane i: q[4 i] + .. + q[4 i + 3] */
+ZL_KERNEL v8i zl_sum4(const int8_t *q) {
+  __m256i x;
+  memcpy(&x, q, 32);
+  return (v8i)_mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), x), _mm256_set1_epi16(1));
+}
+
 /* a 16-entry byte table looked up by 64 nibbles */
 ZL_KERNEL v64u8 zl_table16(v16u8 table, v64u8 index) {
 #if ZL_AVX512
