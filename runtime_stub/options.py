@@ -120,9 +120,12 @@ def integer(low: int, high: int = _NO_LIMIT) -> Callable[[str], int]:
     """A decimal integer in ``low..high``; without ``high`` any that the loader can hold."""
 
     def parse_integer(text: str) -> int:
-        if len(text) > 20 or not text.isascii() or not text.lstrip("-").isdigit():
+        digits = text[1:] if text.startswith("-") else text
+        if not (digits.isascii() and digits.isdigit()):
             raise ValueError("not an integer")
-        value = int(text)
+        if len(digits) > 20:  # beyond any limit; Python refuses to convert thousands
+            digits = digits.lstrip("0")[:21] or "0"
+        value = -int(digits) if text.startswith("-") else int(digits)
         if value < low and high == _NO_LIMIT:
             raise ValueError(f"must be at least {low}")
         if not low <= value <= high:

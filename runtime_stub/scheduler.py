@@ -178,8 +178,9 @@ class Scheduler:
         return seq
 
     def fork(self, seq: Sequence, *, sampling: Optional[SamplingParams] = None) -> Sequence:
-        """A second sequence that goes on from ``seq``'s tokens, sharing its blocks."""
-        if seq.finished:
+        """A second sequence that goes on from ``seq``'s tokens, sharing its blocks.  UsageError
+        where there is nothing to go on to: ``seq`` has ended, or is being told its last token."""
+        if seq.finished or self._is_full(seq):
             raise UsageError("a finished sequence cannot be forked")
         self._arrivals += 1
         new = Sequence(
@@ -439,10 +440,14 @@ class Scheduler:
             return  # cancelled by its own callback
         if stop:
             self._finish(seq, "stop", "stop_string")
-        elif len(seq.tokens) - seq.n_prompt >= seq.max_new_tokens:
-            self._finish(seq, "length", "max_tokens")
-        elif len(seq.tokens) >= self.context_limit:
-            self._finish(seq, "length", "context")
+        elif full := self._is_full(seq):
+            self._finish(seq, "length", full)
+
+    def _is_full(self, seq: Sequence) -> str:
+        """What keeps a sequence from another token; empty while nothing does."""
+        if len(seq.tokens) - seq.n_prompt >= seq.max_new_tokens:
+            return "max_tokens"
+        return "context" if len(seq.tokens) >= self.context_limit else ""
 
     def _finish(self, seq: Sequence, reason: str, stopped_by: str) -> None:
         if seq.state == RUNNING:

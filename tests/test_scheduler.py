@@ -368,6 +368,29 @@ def test_a_fork_amid_a_call_goes_on_from_what_was_handed_out(
     assert again.output == reference(known, 5), "a known block was written to"
 
 
+@pytest.mark.parametrize("steps", [0, 7])
+@pytest.mark.parametrize(("prompt", "blocks", "why"), [(3, 40, "max_tokens"), (14, 5, "context")])
+def test_the_last_token_is_nothing_to_fork_from(
+    steps: int, prompt: int, blocks: int, why: str
+) -> None:
+    """Neither by ``max_new_tokens`` nor by the context may a fork have one token more."""
+    scheduler, _ = make(blocks, steps=steps, max_context=20)
+    refused: list[int] = []
+
+    def on_token(seq: Sequence, _token: int) -> bool:
+        if len(seq.output) == 6:
+            with pytest.raises(UsageError, match="finished"):
+                scheduler.fork(seq)
+            refused.append(len(seq.tokens))
+        return False
+
+    seq = scheduler.add(range(prompt), max_new_tokens=6 if prompt == 3 else 99, on_token=on_token)
+    drain(scheduler)
+    assert refused == [prompt + 6]
+    assert (seq.stopped_by, seq.output) == (why, reference([*range(prompt)], 6))
+    assert scheduler.pool.held == 0
+
+
 def test_a_penalty_and_a_full_pool_are_single_steps() -> None:
     scheduler, model = make(40, steps=5)
     seq = scheduler.add([1], sampling=SamplingParams(repetition_penalty=1.1), max_new_tokens=6)
