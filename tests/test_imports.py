@@ -163,3 +163,18 @@ def test_the_oracle_sends_nothing(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "1." in done.stdout and not list(tmp_path.rglob("*onnxruntime*"))
+
+
+def test_a_compile_imports_neither_sympy_nor_onnxruntime_before_it_needs_them() -> None:
+    """They are a third of what it would import; both are there where they are used."""
+    code = """
+import sys
+import zerolayer.compiler.driver
+from zerolayer.compiler.graph.execute import _ort_value
+assert not {"sympy.core", "onnxruntime"} & set(sys.modules), "imported"
+import numpy as np
+import onnx_ir as ir
+print(ir.SymbolicDim("N") * 2 + 1, _ort_value(np.ones(3, np.float32)).shape())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("2*N + 1 [3]\n", 0), done.stderr

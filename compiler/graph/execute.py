@@ -18,19 +18,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 from zerolayer.runtime_stub.errors import InputFileError
 from zerolayer.targets import formats as weight_formats
 from zerolayer.targets.program import EMBEDS
 
 from . import domain
 from .places import layer_of, needed_nodes, residual_taps
+
+if TYPE_CHECKING:
+    import onnxruntime as ort  # in functions: a compile whose verdict is cached runs nothing
 
 Array = npt.NDArray[Any]
 Feeds = Mapping[str, Array]
@@ -90,6 +92,8 @@ def dequantize_tensor(array: Array, format: str) -> npt.NDArray[np.float32]:
 
 
 def _ort_value(array: Array) -> ort.OrtValue:
+    import onnxruntime as ort
+
     array = np.ascontiguousarray(array)
     if array.dtype.name == "bfloat16":
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
@@ -250,6 +254,8 @@ def _value_info(name: str, value: ir.Value) -> onnx.ValueInfoProto:
 
 
 def _session(proto_bytes: bytes) -> ort.InferenceSession:
+    import onnxruntime as ort
+
     options = ort.SessionOptions()
     # The oracle runs the graph as written; nothing may be fused or folded behind its back.
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
