@@ -1,5 +1,5 @@
 """The compiler: from a model file to an artifact. Start at ``cli.py``."""
 
-from .lazy_imports import defer
+from . import lazy_imports
 
-defer("sympy", "onnx_ir._symbolic_shapes")
+lazy_imports.install()

@@ -180,8 +180,8 @@ class Scheduler:
     def fork(self, seq: Sequence, *, sampling: Optional[SamplingParams] = None) -> Sequence:
         """A second sequence that goes on from ``seq``'s tokens, sharing its blocks.  UsageError
         where there is nothing to go on to: ``seq`` has ended, or is being told its last token."""
-        if seq.finished or self._is_full(seq):
-            raise UsageError("a finished sequence cannot be forked")
+        if seq.finished or self._full_by(seq):
+            raise UsageError("a sequence that has its last token cannot be forked")
         self._arrivals += 1
         new = Sequence(
             self._arrivals,
@@ -440,10 +440,10 @@ class Scheduler:
             return  # cancelled by its own callback
         if stop:
             self._finish(seq, "stop", "stop_string")
-        elif full := self._is_full(seq):
-            self._finish(seq, "length", full)
+        elif limit := self._full_by(seq):
+            self._finish(seq, "length", limit)
 
-    def _is_full(self, seq: Sequence) -> str:
+    def _full_by(self, seq: Sequence) -> str:
         """What keeps a sequence from another token; empty while nothing does."""
         if len(seq.tokens) - seq.n_prompt >= seq.max_new_tokens:
             return "max_tokens"

@@ -288,8 +288,8 @@ def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Co
     if row.function.endswith("_int8"):  # zl_tile_tokens
         injector.derive("prefetch_bytes", _PREFETCH_BYTES)
         tile_bytes = _tile_bytes(injector)
-        tiles = row.id.endswith(".amx")
-        step, most = (16, 256) if tiles else (8, 512)  # ZL_TILE_STEP, ZL_TILE_TOKENS
+        step = 16 if row.id.endswith(".amx") else 8  # ZL_TILE_STEP
+        most = 512 if row.id.endswith(".avx512vnni") else 256  # ZL_TILE_TOKENS
         injector.derive("tile_tokens", _TILE_TOKENS.format(step=step, most=most))
         return tile_bytes
     if row.op == "HeadBounds":

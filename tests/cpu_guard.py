@@ -42,6 +42,7 @@ def cases(function: Callable[..., Any]) -> list[dict[str, Any]]:
 WANTED = {
     "test_linear_int8": "linear_int8_{fmt}",
     "test_sums_of_the_largest_codes_are_exact": "linear_int8_{fmt}",
+    "test_prompts_of_several_pieces_and_tiles": "linear_int8_{fmt}",
     "test_linear_float": "linear_float_{fmt}",
     "test_embed": "embed_{fmt}",
     "test_fused_forms": "gated_{form}",
@@ -56,6 +57,7 @@ def main(level: str) -> None:
         linear.test_linear_float,
         linear.test_integer_dot_products_are_exact,
         linear.test_sums_of_the_largest_codes_are_exact,
+        linear.test_prompts_of_several_pieces_and_tiles,
         linear.test_fused_forms,
         bf16.test_linear,
         bf16.test_fused_forms,
@@ -77,7 +79,7 @@ def main(level: str) -> None:
         layers.test_elementwise,
     ]
     if level == "ubsan-amx":
-        tests = [linear.test_linear_int8]
+        tests = [linear.test_linear_int8, linear.test_prompts_of_several_pieces_and_tiles]
     if level == "ubsan-v3":
         tests = [
             linear.test_linear_int8,
@@ -85,6 +87,7 @@ def main(level: str) -> None:
             linear.test_sums_of_the_largest_codes_are_exact,
             linear.test_linear_float,
             linear.test_rows_do_not_depend_on_the_batch_or_the_threads,
+            linear.test_prompts_of_several_pieces_and_tiles,
             bf16.test_linear,
             split.test_all_logits,
             split.test_the_choice_is_that_of_all_logits,
@@ -93,7 +96,7 @@ def main(level: str) -> None:
         ]
     if level == "amx":  # what goes through tiles
         tests = [linear.test_linear_int8, linear.test_fused_forms, layers.test_qkv_rope_cache]
-        tests.append(split.test_all_logits)
+        tests += [linear.test_prompts_of_several_pieces_and_tiles, split.test_all_logits]
     for test in tests:
         for case in cases(test):
             name = WANTED.get(test.__name__, "").format(**{"form": "", **case})

@@ -211,7 +211,7 @@ def test_rows_do_not_depend_on_the_batch_or_the_threads(
     assert (both == ones).all()
 
 
-@pytest.mark.parametrize("t", [64, 65, 121, 300, 515])
+@pytest.mark.parametrize("t", [64, 65, 121, 515, 257, 903])  # the last two: empty pieces
 @pytest.mark.parametrize("fmt", ["Q4_1", "Q8_0"])
 def test_prompts_of_several_pieces_and_tiles(int8_kernels: Kernels, fmt: str, t: int) -> None:
     """Tokens are dealt out in pieces of about 64, of tiles of at most 512: every output once, of
@@ -226,6 +226,12 @@ def test_prompts_of_several_pieces_and_tiles(int8_kernels: Kernels, fmt: str, t:
         arrays = [*a, packed(fmt, raw), None, out]
         int8_kernels.call(f"linear_int8_{fmt}", t, arrays, [n, k], threads=threads)
         assert (np.abs(out - want) <= bound(expand(a[0], a[1]), w)).all(), threads
+    if fmt == "Q4_1" and has(level_of(int8_kernels), "linear_add_int8"):  # in place: once
+        residual = floats(rng, t, n)
+        out = residual.copy()
+        arrays = [*a, packed(fmt, raw), out, None, out]
+        int8_kernels.call("linear_add_int8", t, arrays, [n, k], threads=3)
+        np.testing.assert_allclose(out, residual + want, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("kernels", ["zen4", "v4", "v3"], indirect=True)

@@ -379,7 +379,7 @@ def test_the_last_token_is_nothing_to_fork_from(
 
     def on_token(seq: Sequence, _token: int) -> bool:
         if len(seq.output) == 6:
-            with pytest.raises(UsageError, match="finished"):
+            with pytest.raises(UsageError, match="last token"):
                 scheduler.fork(seq)
             refused.append(len(seq.tokens))
         return False

@@ -6,7 +6,7 @@
  * it lies in the file.  zl_dot_pair says in which order, so an output is one chain of multiply-adds over K: the same
  * for every register tile, thread count and instruction set (denormals apart, which the instruction takes for zero).
  *
- * Work is split into (token tile, group of 16 outputs) items as for int8.  A token tile is rounded once, into this
+ * Work is split into (token tile, group of 16 outputs) items.  A token tile is rounded once, into this
  * thread's scratch (cpu_rows.scratch_bytes), and stays in L2 while the weights stream past.  A register tile is two
  * groups by ZL_BF16_ROWS tokens, each broadcast activation serving two products; without AVX-512 one group.
  */

@@ -27,19 +27,23 @@
 #ifndef ZL_STREAM_BYTES
 #define ZL_STREAM_BYTES 0 /* the same for one or two tokens; 0: the machine's prefetchers do it */
 #endif
-#if ZL_TILES
-#define ZL_TILE_TOKENS 256 /* most tokens of a tile: the sums of matrix tiles are in memory */
-#else
+/* Most tokens of a tile.  Weights are read once for it, which takes long beside VNNI only; sums of matrix tiles are in
+ * memory. */
+#if defined(__AVX512VNNI__) && !ZL_TILES
 #define ZL_TILE_TOKENS 512
+#else
+#define ZL_TILE_TOKENS 256
 #endif
-#define ZL_PIECE_TOKENS 64 /* of an item, about */
+#define ZL_PIECE_TOKENS 64 /* most tokens of an item */
 /* Tokens of a tile from which on their products take longer than the next weights' reading: asked for meanwhile, the
  * first of the next products need not wait.  0: not asked for.  Without VNNI products take so long that nothing waits
- * (Zen 3: asking gained nothing). */
-#if defined(__AVX512VNNI__)
+ * (Zen 3: asking gained nothing); matrix tiles unpack a panel beforehand. */
+#ifndef ZL_ASK_TOKENS
+#if defined(__AVX512VNNI__) && !ZL_TILES
 #define ZL_ASK_TOKENS 32
 #else
 #define ZL_ASK_TOKENS 0
+#endif
 #endif
 
 /* Most tokens that share the unpacking of a block.  With AVX-512 the codes stay in registers, and eight sums beside
@@ -140,7 +144,8 @@ ZL_KERNEL void zl_tile_words(int format, zl_bundle *a, int64_t t0, int64_t t1, i
 /* The walk of a thread through its items of a call: a piece of a tile of tokens for one of G runs of outputs at a time. */
 typedef struct zl_walk {
   zl_deal deal;
-  int64_t rows, G, tile, pieces;
+  int64_t rows, G, tile;
+  int64_t pieces, tokens; /* of a tile, of a piece */
   int64_t tile0, tile1; /* tokens of the item's tile */
   int64_t t0, t1, g;    /* the item: tokens t0 .. t1 of them, run g */
   int64_t until;        /* tokens t0 .. until go through tile products */
@@ -150,11 +155,14 @@ typedef struct zl_walk {
 } zl_walk;
 
 ZL_KERNEL void zl_walk_begin(zl_walk *w, int64_t rows, int64_t K, int64_t G) {
+  const int64_t many = zl_many(K);
   w->rows = rows;
   w->G = G;
   w->tile = rows > 0 ? zl_tile_tokens(rows, K) : 1;
   /* matrix tiles unpack weights once for a whole tile */
   w->pieces = ZL_TILES ? 1 : (w->tile + ZL_PIECE_TOKENS - 1) / ZL_PIECE_TOKENS;
+  w->tokens = (w->tile + w->pieces - 1) / w->pieces;
+  if (w->pieces > 1) w->tokens = (w->tokens + many - 1) / many * many;
   w->deal = (zl_deal){(rows + w->tile - 1) / w->tile * G * w->pieces, 0, 0, 0};
   w->words_at = -1;
   w->format = -1;
@@ -163,19 +171,19 @@ ZL_KERNEL void zl_walk_begin(zl_walk *w, int64_t rows, int64_t K, int64_t G) {
 
 /* The next item; 0, and the walk is over, where there is none. */
 ZL_KERNEL int zl_walk_item(const zl_task *t, zl_walk *w) {
-  int64_t i;
-  if (!zl_deal_item(t, &w->deal, &i)) {
-    zl_amx_end(w->rows);
-    return 0;
-  }
-  const int64_t run = i / w->pieces, piece = i % w->pieces;
-  w->tile0 = run / w->G * w->tile;
-  w->tile1 = w->tile0 + w->tile < w->rows ? w->tile0 + w->tile : w->rows;
-  w->g = run % w->G;
-  /* whole eights; the last tile's last pieces may have none */
-  const int64_t tokens = ((w->tile + w->pieces - 1) / w->pieces + 7) / 8 * 8;
-  w->t0 = w->tile0 + piece * tokens < w->tile1 ? w->tile0 + piece * tokens : w->tile1;
-  w->t1 = w->t0 + tokens < w->tile1 ? w->t0 + tokens : w->tile1;
+  do { /* a short tile's last pieces are empty */
+    int64_t i;
+    if (!zl_deal_item(t, &w->deal, &i)) {
+      zl_amx_end(w->rows);
+      return 0;
+    }
+    const int64_t run = i / w->pieces;
+    w->g = run % w->G;
+    w->tile0 = run / w->G * w->tile;
+    w->tile1 = w->tile0 + w->tile < w->rows ? w->tile0 + w->tile : w->rows;
+    w->t0 = w->tile0 + i % w->pieces * w->tokens;
+    w->t1 = w->t0 + w->tokens < w->tile1 ? w->t0 + w->tokens : w->tile1;
+  } while (w->t0 >= w->t1);
   w->until = zl_amx_until(w->t0, w->t1);
   return 1;
 }
@@ -188,17 +196,23 @@ ZL_KERNEL void zl_walk_words(zl_walk *w, int format, zl_bundle *a, int64_t K) {
   zl_tile_words(w->format = format, a, w->words_at = w->tile0, w->tile1, K, w->words);
 }
 
-/* With part number `part` of `parts` of the products of tokens first .. first + n of the item: asks for their share of the
- * next run's weights, `bytes` at `next`. */
-ZL_KERNEL void zl_walk_ask_part(const zl_walk *w, const uint8_t *next, int64_t bytes, int64_t first, int64_t n,
-                                int64_t part, int64_t parts) {
+/* Weights that a product asks for while it computes: from `at` on, `step` 256ths of a byte for each of its blocks.  NULL
+ * and 0: none, but the line where it begins again and again, which is cheaper than a branch. */
+typedef struct zl_next {
+  const uint8_t *at;
+  int64_t step;
+} zl_next;
+#define ZL_NOTHING_NEXT ((zl_next){NULL, 0})
+
+ZL_KERNEL void zl_ask_l2(uintptr_t at) { __builtin_prefetch((const char *)at, 0, 2); }
+
+/* What the products of tokens first .. first + n with part number `part` of `parts` of a run ask for: their share of the
+ * next run's `bytes` at `next`.  KB: their blocks. */
+ZL_KERNEL zl_next zl_walk_next(const zl_walk *w, const uint8_t *next, int64_t bytes, int64_t first, int64_t n, int64_t part,
+                               int64_t parts, int64_t KB) {
   const int64_t tokens = w->tile1 - w->tile0, done = (first - w->tile0) * parts + n * part;
-  if (!ZL_ASK_TOKENS || tokens < ZL_ASK_TOKENS || w->g + 1 >= w->G) return;
-  const int64_t end = (done + n) * bytes / (tokens * parts);
-  for (int64_t i = done * bytes / (tokens * parts) / 64 * 64; i < end; i += 64) __builtin_prefetch(next + i, 0, 2);
-}
-ZL_KERNEL void zl_walk_ask(const zl_walk *w, const uint8_t *next, int64_t bytes, int64_t first, int64_t n) {
-  zl_walk_ask_part(w, next, bytes, first, n, 0, 1);
+  if (!ZL_ASK_TOKENS || tokens < ZL_ASK_TOKENS || w->g + 1 >= w->G) return ZL_NOTHING_NEXT;
+  return (zl_next){next + done * bytes / (tokens * parts), n * bytes * 256 / (tokens * parts * KB)};
 }
 
 /* How far ahead MT tokens ask for weights, 0: not at all.  Several compute longer on a block than the machine's
@@ -244,10 +258,12 @@ ZL_KERNEL void zl_dot_block(int format, int MT, const zl_block *b, const zl_nibb
 }
 
 /* acc[m] = 16 outputs of the group at w (rows16) for token first + m, m < n; MT and n as in ZL_TOKEN_TILES.  Columns
- * outside, tokens inside: independent chains hide the latency of the products. */
+ * outside, tokens inside: independent chains hide the latency of the products.  Eights ask for `next`. */
 ZL_KERNEL void zl_dot_int8(int format, int MT, int64_t n, zl_bundle a, int64_t first, int64_t K, const uint8_t *w,
-                           v16f *acc) {
+                           zl_next next, v16f *acc) {
   const int64_t bytes = zl_block_bytes(format) * 32 / zl_block_cols(format);
+  const uintptr_t asks = (uintptr_t)(next.at ? next.at : w);
+  int64_t asked = 0;
   for (int64_t i = 0; i < n; i += MT) {
     ZL_UNROLL
     for (int m = 0; m < MT; m++) acc[i + m] = zl_set(0.0f);
@@ -259,6 +275,10 @@ ZL_KERNEL void zl_dot_int8(int format, int MT, int64_t n, zl_bundle a, int64_t f
     zl_block_load(format, w, kb, &b);
     zl_take_apart(format, &b, &upper);
     zl_ask_ahead(MT, w + kb * bytes, bytes);
+    if (ZL_ASK_TOKENS && MT == 8) {
+      zl_ask_l2(asks + (uintptr_t)(asked >> 8));
+      asked += next.step;
+    }
     if (MT <= ZL_DOT_TOKENS) {
       zl_dot_block(format, MT, &b, &upper, a, first, K, kb, acc);
       continue;
@@ -306,11 +326,11 @@ ZL_KERNEL void zl_linear_int8_put(int MT, const v16f *acc, int64_t first, int64_
 }
 
 ZL_KERNEL void zl_linear_int8_tile(int format, int MT, int64_t n, zl_bundle a, int64_t first, int64_t g,
-                                   const uint8_t *w, const float *bias, const float *residual, float *out, int64_t N,
-                                   int64_t K, int act) {
+                                   const uint8_t *w, zl_next next, const float *bias, const float *residual,
+                                   float *out, int64_t N, int64_t K, int act) {
   v16f acc[ZL_MANY];
   zl_ask_outputs(n, residual ? residual : out, first, g, N);
-  zl_dot_int8(format, MT, n, a, first, K, w + g * zl_group_bytes(format, K), acc);
+  zl_dot_int8(format, MT, n, a, first, K, w + g * zl_group_bytes(format, K), next, acc);
   for (int64_t m = 0; m < n; m += MT) zl_linear_int8_put(MT, acc + m, first + m, g, bias, residual, out, N, act);
 }
 
@@ -330,17 +350,14 @@ ZL_KERNEL void zl_linear_int8_all(const zl_task *t, int64_t rows, zl_bundle a, c
   zl_walk walk;
   zl_walk_begin(&walk, rows, K, (N + 15) / 16);
   while (zl_walk_item(t, &walk)) {
-    const int64_t g = walk.g;
+    const int64_t g = walk.g, t0 = walk.t0, until = walk.until, bytes = zl_group_bytes(format, K);
     zl_walk_words(&walk, format, &a, K);
-    if (walk.until > walk.t0)
-      zl_linear_amx_tile(format, a, walk.t0, walk.until, g, w, bias, residual, out, N, K, act);
-    const int64_t bytes = zl_group_bytes(format, K);
-#define ZL_CALL(MT, n, first)                                                                \
-  do {                                                                                       \
-    zl_walk_ask(&walk, w + (g + 1) * bytes, bytes, first, n);                                \
-    zl_linear_int8_tile(format, MT, n, a, first, g, w, bias, residual, out, N, K, act);      \
-  } while (0)
-    ZL_TOKEN_TILES(zl_many(K), walk.until, walk.t1, ZL_CALL)
+    if (until > t0) zl_linear_amx_tile(format, a, t0, until, g, w, bias, residual, out, N, K, act);
+#define ZL_CALL(MT, n, first)                                                                            \
+  zl_linear_int8_tile(format, MT, n, a, first, g, w,                                                     \
+                      zl_walk_next(&walk, w + (g + 1) * bytes, bytes, first, n, 0, 1, K / 32), bias,     \
+                      residual, out, N, K, act)
+    ZL_TOKEN_TILES(zl_many(K), until, walk.t1, ZL_CALL)
 #undef ZL_CALL
   }
 }
@@ -380,13 +397,17 @@ ZL_KERNEL void zl_gated_join(int MT, v16f *h, v16f *u, int64_t g, const float *b
   }
 }
 
-ZL_KERNEL void zl_gated_int8_tile(int format, int MT, int64_t n, zl_bundle a, int64_t first, int64_t g,
-                                  const uint8_t *gate, const uint8_t *up, const float *bias_gate,
-                                  const float *bias_up, int64_t N, int64_t K, int act, v16f *h) {
+/* h = 16 outputs of group g for tokens first .. first + n; it is number `part` of the run's `parts` groups */
+ZL_KERNEL void zl_gated_int8_tile(int format, int MT, int64_t n, zl_bundle a, const zl_walk *walk, int64_t first,
+                                  int64_t g, int64_t part, int64_t parts, const uint8_t *gate, const uint8_t *up,
+                                  const float *bias_gate, const float *bias_up, int64_t N, int64_t K, int act,
+                                  v16f *h) {
   v16f sums[ZL_MANY], u[ZL_MANY]; /* not h: sums behind a pointer would live in memory */
-  const int64_t at = g * zl_group_bytes(format, K);
-  zl_dot_int8(format, MT, n, a, first, K, gate + at, sums);
-  zl_dot_int8(format, MT, n, a, first, K, up + at, u);
+  const int64_t bytes = zl_group_bytes(format, K), at = g * bytes, next = (g - part + parts) * bytes;
+  zl_dot_int8(format, MT, n, a, first, K, gate + at,
+              zl_walk_next(walk, gate + next, parts * bytes, first, n, part, parts, K / 32), sums);
+  zl_dot_int8(format, MT, n, a, first, K, up + at,
+              zl_walk_next(walk, up + next, parts * bytes, first, n, part, parts, K / 32), u);
   for (int64_t i = 0; i < n; i += MT) {
     zl_gated_join(MT, sums + i, u + i, g, bias_gate, bias_up, N, act);
     ZL_UNROLL
@@ -422,7 +443,7 @@ ZL_KERNEL void zl_gated_linear_int8(const zl_task *t, int64_t rows, const int8_t
   while (zl_walk_item(t, &walk)) {
     const int64_t g = walk.g, t0 = walk.t0, until = walk.until;
     zl_walk_words(&walk, format, &a, K);
-    const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16, bytes = zl_group_bytes(format, K);
+    const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
     if (until > t0) {
       _Alignas(64) float sums[2 * ZL_TILE_TOKENS * 16];
       zl_gated_amx_sums(format, a, t0, until, g, 1, gate, up, K, sums);
@@ -432,9 +453,8 @@ ZL_KERNEL void zl_gated_linear_int8(const zl_task *t, int64_t rows, const int8_t
 #define ZL_CALL(MT, n_tokens, first)                                                                             \
   do {                                                                                                           \
     v16f h[ZL_MANY];                                                                                             \
-    zl_walk_ask(&walk, gate + (g + 1) * bytes, bytes, first, n_tokens);                                          \
-    zl_walk_ask(&walk, up + (g + 1) * bytes, bytes, first, n_tokens);                                            \
-    zl_gated_int8_tile(format, MT, n_tokens, a, first, g, gate, up, bias_gate, bias_up, N, K, activation, h);    \
+    zl_gated_int8_tile(format, MT, n_tokens, a, &walk, first, g, 0, 1, gate, up, bias_gate, bias_up, N, K,       \
+                       activation, h);                                                                           \
     for (int64_t m = 0; m < (n_tokens); m++) zl_store_n(out + ((first) + m) * N + 16 * g, h[m], n);               \
   } while (0)
     ZL_TOKEN_TILES(zl_many(K), until, walk.t1, ZL_CALL)
@@ -452,7 +472,7 @@ ZL_KERNEL void zl_gated_linear_quantize_int8(const zl_task *t, int64_t rows, con
   zl_walk walk;
   zl_walk_begin(&walk, rows, K, N / 32);
   while (zl_walk_item(t, &walk)) {
-    const int64_t g = walk.g, t0 = walk.t0, until = walk.until, bytes = 2 * zl_group_bytes(format, K);
+    const int64_t g = walk.g, t0 = walk.t0, until = walk.until;
     zl_walk_words(&walk, format, &a, K);
     if (until > t0) {
       _Alignas(64) float sums[4 * ZL_TILE_TOKENS * 16];
@@ -469,10 +489,9 @@ ZL_KERNEL void zl_gated_linear_quantize_int8(const zl_task *t, int64_t rows, con
 #define ZL_CALL(MT, n, first)                                                                                          \
   do {                                                                                                                 \
     v16f h[2][ZL_MANY];                                                                                                \
-    zl_walk_ask(&walk, gate + (g + 1) * bytes, bytes, first, n);                                                       \
-    zl_walk_ask(&walk, up + (g + 1) * bytes, bytes, first, n);                                                         \
     for (int64_t s = 0; s < 2; s++)                                                                                    \
-      zl_gated_int8_tile(format, MT, n, a, first, 2 * g + s, gate, up, bias_gate, bias_up, N, K, activation, h[s]);    \
+      zl_gated_int8_tile(format, MT, n, a, &walk, first, 2 * g + s, s, 2, gate, up, bias_gate, bias_up, N, K,          \
+                         activation, h[s]);                                                                            \
     for (int64_t m = 0; m < (n); m += MT)                                                                              \
       zl_quantize32_rows(MT, h[0] + m, h[1] + m, (first) + m, g, N, out_q, out_scale, out_sums);                       \
   } while (0)

@@ -3,8 +3,8 @@
  * In: zl_linear_int8.h, zl_linear_float.h, zl_linear_bf16.h, zl_norm.h, zl_rope.h, zl_attention.h.  Out: the kernels.
  * Next file: zl_attention.h.
  *
- * An item is a head (of q, k or v) for a tile of tokens: its outputs stay in a small array until they are normalized,
- * turned and stored.
+ * An item is a head (of q, k or v) for a tile of tokens, with int8 a piece of one: its outputs stay in a small array
+ * until they are normalized, turned and stored.
  */
 #ifndef ZL_QKV_H
 #define ZL_QKV_H
@@ -58,37 +58,40 @@ ZL_KERNEL int zl_qkv_role(const zl_qkv_shape *s, int64_t item, int64_t *head) {
   return item < s->H ? 0 : item < s->H + s->KVH ? 1 : 2;
 }
 
-/* Floats of the outputs of a head that are kept until it is finished. */
-#define ZL_QKV_FLOATS 16384
+#define ZL_QKV_FLOATS 16384 /* most outputs of a head that are kept until it is finished */
 _Static_assert(ZL_QKV_FLOATS / ZL_MAX_HEAD_DIM >= 32, "a rest that is made to sixteen must leave some");
+#define ZL_QKV_PIECE (ZL_PIECE_TOKENS * ZL_MAX_HEAD_DIM < ZL_QKV_FLOATS ? ZL_PIECE_TOKENS * ZL_MAX_HEAD_DIM : ZL_QKV_FLOATS)
 
-/* 16 outputs, group g of the whole projection, for tokens first .. first + n -> x[n][hd] */
+/* 16 outputs of a head for tokens first .. first + n -> x[n][hd]; w: their group */
 ZL_KERNEL void zl_qkv_int8_group(int format, int MT, int64_t n, zl_bundle a, int64_t first, int64_t K, const uint8_t *w,
-                                 float *x, int64_t hd) {
+                                 zl_next next, float *x, int64_t hd) {
   v16f acc[ZL_MANY];
-  zl_dot_int8(format, MT, n, a, first, K, w, acc);
+  zl_dot_int8(format, MT, n, a, first, K, w, next, acc);
   for (int64_t i = 0; i < n; i += MT) {
     ZL_UNROLL
     for (int m = 0; m < MT; m++) zl_store(x + (i + m) * hd, acc[i + m]);
   }
 }
 
-/* Head `head` of `role` for the tokens of an item, as many at once as ZL_QKV_FLOATS holds: a group's weights stay in the
+/* Head `head` of `role` for the tokens of an item, as many at once as ZL_QKV_PIECE holds: a group's weights stay in the
  * first cache while they pass, the whole head's would not. */
 ZL_KERNEL void zl_qkv_int8_item(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int format, int role,
                                 const zl_walk *walk, zl_bundle a, int64_t head) {
-  _Alignas(64) float x[ZL_QKV_FLOATS];
-  const int64_t hd = s->hd, bytes = zl_group_bytes(format, s->K), most = ZL_QKV_FLOATS / hd / 8 * 8;
-  int64_t next_head;
-  const int next = zl_qkv_role(s, walk->g + 1 < walk->G ? walk->g + 1 : walk->g, &next_head);
+  _Alignas(64) float x[ZL_QKV_PIECE];
+  const int64_t hd = s->hd, groups = hd / 16, bytes = zl_group_bytes(format, s->K), most = ZL_QKV_PIECE / hd / 8 * 8;
+  int64_t next_head; /* of the next run; of another format, these are hints to too many bytes or too few */
+  const int next_role = zl_qkv_role(s, walk->g + 1 < walk->G ? walk->g + 1 : walk->g, &next_head);
+  const uint8_t *next = p->w[next_role] + next_head * groups * bytes;
   for (int64_t t0 = walk->until; t0 < walk->t1; t0 += most) {
     const int64_t t1 = walk->t1 - t0 < most ? walk->t1 : t0 + most;
-    for (int64_t g = 0; g < hd / 16; g++) {
-      const uint8_t *w = p->w[role] + (head * (hd / 16) + g) * bytes;
-#define ZL_CALL(MT, n, first) zl_qkv_int8_group(format, MT, n, a, first, s->K, w, x + ((first) - t0) * hd + 16 * g, hd)
+    for (int64_t g = 0; g < groups; g++) {
+      const uint8_t *w = p->w[role] + (head * groups + g) * bytes;
+#define ZL_CALL(MT, n, first)                                                                              \
+  zl_qkv_int8_group(format, MT, n, a, first, s->K, w,                                                      \
+                    zl_walk_next(walk, next, groups * bytes, first, n, g, groups, s->K / 32),              \
+                    x + ((first) - t0) * hd + 16 * g, hd)
       ZL_TOKEN_TILES(zl_many(s->K), t0, t1, ZL_CALL)
 #undef ZL_CALL
-      zl_walk_ask_part(walk, p->w[next] + next_head * (hd / 16) * bytes, hd / 16 * bytes, t0, t1 - t0, g, hd / 16);
     }
     for (int64_t row = t0; row < t1; row++) zl_qkv_finish(t, p, s, role, row, head, x + (row - t0) * hd);
   }
@@ -117,13 +120,13 @@ ZL_KERNEL void zl_qkv_int8_all(const zl_task *t, int64_t rows, const zl_qkv *p, 
   zl_walk_begin(&walk, rows, s->K, s->H + 2 * s->KVH);
   while (zl_walk_item(t, &walk)) {
     int64_t head;
-    const int role = zl_qkv_role(s, walk.g, &head);
+    const int role = zl_qkv_role(s, walk.g, &head), by_tiles = walk.until > walk.t0;
     zl_walk_words(&walk, role == 0 ? format_q : role == 1 ? format_k : format_v, &a, s->K);
     /* equal formats share one body: the role only chooses pointers */
 #define ZL_ROLE(fixed_format, fixed_role)                                                                 \
   do {                                                                                                    \
     const int zl_format = fixed_format, zl_role = fixed_role;                                             \
-    if (walk.until > walk.t0) zl_qkv_amx_tile(t, p, s, zl_format, zl_role, a, walk.t0, walk.until, head); \
+    if (by_tiles) zl_qkv_amx_tile(t, p, s, zl_format, zl_role, a, walk.t0, walk.until, head);             \
     zl_qkv_int8_item(t, p, s, zl_format, zl_role, &walk, a, head);                                        \
   } while (0)
     if (format_q == format_k && format_k == format_v)

@@ -98,7 +98,7 @@ ZL_KERNEL void zl_bounds_tile(int MT, zl_bundle a, int64_t first, int64_t g, con
   const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
   const v16f error = zl_load_n(norms + 16 * g, n), size = zl_load_n(norms + N + 16 * g, n);
   v16f acc[8];
-  zl_dot_int8(ZL_SCREEN_FORMAT, MT, MT, a, first, K, w + g * zl_group_bytes(ZL_SCREEN_FORMAT, K), acc);
+  zl_dot_int8(ZL_SCREEN_FORMAT, MT, MT, a, first, K, w + g * zl_group_bytes(ZL_SCREEN_FORMAT, K), ZL_NOTHING_NEXT, acc);
   ZL_UNROLL
   for (int m = 0; m < MT; m++) {
     const zl_slack s = slack[first + m];

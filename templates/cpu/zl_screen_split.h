@@ -44,7 +44,8 @@ ZL_KERNEL void zl_split_bounds_tile(int MT, zl_bundle a, int64_t first, int64_t 
   const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
   const v16f norm = zl_load_n(norms + 16 * g, n);
   v16f acc[8];
-  zl_dot_int8(ZL_FMT_Q8_HIGH, MT, MT, a, first, K, high + g * zl_group_bytes(ZL_FMT_Q8_HIGH, K), acc);
+  zl_dot_int8(ZL_FMT_Q8_HIGH, MT, MT, a, first, K, high + g * zl_group_bytes(ZL_FMT_Q8_HIGH, K), ZL_NOTHING_NEXT,
+              acc);
   ZL_UNROLL
   for (int m = 0; m < MT; m++) {
     v16f b = zl_fma(norm, zl_set(size[first + m]), zl_set((float)K * 0x1p-120f));
@@ -93,8 +94,10 @@ ZL_KERNEL void zl_screened_split_linear_int8(const zl_task *t, int64_t rows, con
     }
 #define ZL_CALL(MT, n, first)                                                                          \
   do {                                                                                                 \
-    zl_linear_int8_tile(ZL_FMT_Q8_HIGH, MT, n, a, first, g, high, NULL, NULL, out, N, K, ZL_ACT_NONE); \
-    zl_linear_int8_tile(ZL_FMT_Q8_LOW, MT, n, a, first, g, low, NULL, out, out, N, K, ZL_ACT_NONE);    \
+    zl_linear_int8_tile(ZL_FMT_Q8_HIGH, MT, n, a, first, g, high, ZL_NOTHING_NEXT, NULL, NULL, out,    \
+                        N, K, ZL_ACT_NONE);                                                            \
+    zl_linear_int8_tile(ZL_FMT_Q8_LOW, MT, n, a, first, g, low, ZL_NOTHING_NEXT, NULL, out, out, N, K, \
+                        ZL_ACT_NONE);                                                                  \
   } while (0)
     ZL_TOKEN_TILES(zl_many(K), until, walk.t1, ZL_CALL)
 #undef ZL_CALL
