@@ -35,12 +35,12 @@
 #define ZL_TILE_TOKENS 256
 #endif
 #define ZL_PIECE_TOKENS 64 /* most tokens of an item */
-/* Tokens of a tile from which on their products take longer than the next weights' reading: asked for meanwhile, the
- * first of the next products need not wait.  0: not asked for.  Without VNNI products take so long that nothing waits
- * (Zen 3: asking gained nothing); matrix tiles unpack a panel beforehand. */
+/* Tokens of a tile from which on the next weights are asked for meanwhile, so that the first of the next products need not
+ * wait: eight of 72 ask for a line at most with each block (8 bits: 544 bytes).  0: not asked for.  Without VNNI products
+ * take so long that nothing waits (Zen 3: asking gained nothing); matrix tiles unpack a panel beforehand. */
 #ifndef ZL_ASK_TOKENS
 #if defined(__AVX512VNNI__) && !ZL_TILES
-#define ZL_ASK_TOKENS 32
+#define ZL_ASK_TOKENS 72
 #else
 #define ZL_ASK_TOKENS 0
 #endif
@@ -204,8 +204,6 @@ typedef struct zl_next {
 } zl_next;
 #define ZL_NOTHING_NEXT ((zl_next){NULL, 0})
 
-ZL_KERNEL void zl_ask_l2(uintptr_t at) { __builtin_prefetch((const char *)at, 0, 2); }
-
 /* What the products of tokens first .. first + n with part number `part` of `parts` of a run ask for: their share of the
  * next run's `bytes` at `next`.  KB: their blocks. */
 ZL_KERNEL zl_next zl_walk_next(const zl_walk *w, const uint8_t *next, int64_t bytes, int64_t first, int64_t n, int64_t part,
@@ -262,7 +260,7 @@ ZL_KERNEL void zl_dot_block(int format, int MT, const zl_block *b, const zl_nibb
 ZL_KERNEL void zl_dot_int8(int format, int MT, int64_t n, zl_bundle a, int64_t first, int64_t K, const uint8_t *w,
                            zl_next next, v16f *acc) {
   const int64_t bytes = zl_block_bytes(format) * 32 / zl_block_cols(format);
-  const uintptr_t asks = (uintptr_t)(next.at ? next.at : w);
+  const uint8_t *asks = next.at ? next.at : w;
   int64_t asked = 0;
   for (int64_t i = 0; i < n; i += MT) {
     ZL_UNROLL
@@ -276,7 +274,7 @@ ZL_KERNEL void zl_dot_int8(int format, int MT, int64_t n, zl_bundle a, int64_t f
     zl_take_apart(format, &b, &upper);
     zl_ask_ahead(MT, w + kb * bytes, bytes);
     if (ZL_ASK_TOKENS && MT == 8) {
-      zl_ask_l2(asks + (uintptr_t)(asked >> 8));
+      __builtin_prefetch(asks + (asked >> 8), 0, 2);
       asked += next.step;
     }
     if (MT <= ZL_DOT_TOKENS) {
