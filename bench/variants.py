@@ -26,7 +26,6 @@ from zerolayer.runtime_stub.driver_cpu import CodeObject, CpuEngine
 from zerolayer.runtime_stub.errors import UsageError, ZerolayerError
 from zerolayer.runtime_stub.step import SamplingParams, StepBatch
 
-PROMPT = 512
 GREEDY = SamplingParams()
 EMPTY: array[int] = array("i")
 
@@ -34,16 +33,18 @@ EMPTY: array[int] = array("i")
 class Build:
     """One artifact's code on shared weights, with a prompt behind it."""
 
-    def __init__(self, path: Path, weights: Any, offset: int, nbytes: int, threads: int) -> None:
+    def __init__(
+        self, path: Path, weights: Any, offset: int, nbytes: int, threads: int, prompt: int
+    ) -> None:
         artifact = open_artifact(str(path))
         self.name = path.stem
         block = artifact.manifest["memory"]["kv_block_size"]
-        blocks = -(-(PROMPT + 64) // block)
+        blocks = -(-(prompt + 64) // block)
         code = CodeObject(artifact.member(artifact.manifest["code"]["path"]))
         self.engine = CpuEngine(code, weights, offset, nbytes, kv_blocks=blocks, n_threads=threads)
         self.blocks = array("i", range(blocks))
         vocabulary = code.info.vocab_size
-        self.prompt = array("i", ((i * 7919 + 13) % vocabulary for i in range(PROMPT)))
+        self.prompt = array("i", ((i * 7919 + 13) % vocabulary for i in range(prompt)))
         self.prefill_s: list[float] = []
         self.decode_s: list[float] = []
 
@@ -57,12 +58,12 @@ class Build:
     def prefill(self) -> None:
         """The prompt once more."""
         most = self.engine.code.info.max_tokens
-        parts = range(0, PROMPT, most)
+        parts = range(0, len(self.prompt), most)
         self.prefill_s.append(sum(self._step(self.prompt[p : p + most], p) for p in parts))
 
     def decode(self, steps: int) -> None:
         """Some steps behind the prompt; the first two only warm the caches up again."""
-        times = [self._step(self.prompt[i : i + 1], PROMPT + i) for i in range(steps)]
+        times = [self._step(self.prompt[i : i + 1], len(self.prompt) + i) for i in range(steps)]
         self.decode_s.append(statistics.median(times[2:]))
 
 
@@ -76,7 +77,7 @@ def run(builds: list[Build], rounds: int, steps: int) -> list[dict[str, Any]]:
     rows = []
     for build in builds:
         row: dict[str, Any] = {"build": build.name}
-        for what, tokens in (("prefill", PROMPT), ("decode", 1)):
+        for what, tokens in (("prefill", len(first.prompt)), ("decode", 1)):
             mine, base = getattr(build, f"{what}_s"), getattr(first, f"{what}_s")
             row[f"{what}_tokens_per_second"] = tokens / statistics.median(mine)
             ratios = [b / m for m, b in zip(mine, base, strict=True)]
@@ -85,8 +86,9 @@ def run(builds: list[Build], rounds: int, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def load(paths: list[Path], threads: int) -> list[Build]:
-    """The builds; UsageError when their weights differ."""
+def load(paths: list[Path], threads: int, prompt: int = 512) -> list[Build]:
+    """The builds, for a prompt of so many tokens; UsageError when their weights differ or it is
+    longer than a context."""
     shared = open_artifact(str(paths[0]))
     weights, offset = shared.map_weights()
     for path in paths[1:]:
@@ -95,7 +97,12 @@ def load(paths: list[Path], threads: int) -> list[Build]:
         size = shared.weights_size
         if weights[offset : offset + size] != theirs[start : start + other.weights_size]:
             raise UsageError(f"other weights than {paths[0]}", where=str(path))
-    return [Build(p, weights, offset, shared.weights_size, threads) for p in paths]
+    longest = shared.manifest["limits"]["max_context"] - 64
+    if prompt > longest:
+        raise UsageError(
+            f"a prompt of {prompt} tokens is longer than {longest}", where=str(paths[0])
+        )
+    return [Build(p, weights, offset, shared.weights_size, threads, prompt) for p in paths]
 
 
 def main() -> int:
@@ -104,12 +111,18 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=12, help="decode steps of a turn, at least 3")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens before the first step")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if min(options.threads, options.rounds, options.steps - 2) < 1 or options.steps > 64:
-        parser.error("--threads and --rounds are at least 1, --steps is in 3..64")
+    counts = (options.threads, options.rounds, options.prompt - 63, options.steps - 2)
+    if min(counts) < 1 or options.steps > 64:
+        parser.error("--threads and --rounds are at least 1, --prompt 64, --steps is in 3..64")
     try:
-        rows = run(load(options.artifacts, options.threads), options.rounds, options.steps)
+        rows = run(
+            load(options.artifacts, options.threads, options.prompt),
+            options.rounds,
+            options.steps,
+        )
     except ZerolayerError as e:
         print(f"bench/variants.py: {e}", file=sys.stderr)
         return e.exit_code

@@ -47,6 +47,7 @@ EXIT_INTERNAL = 1
 
 Activations = Literal["int8", "bf16", "f32"]
 ScreenHead = Literal["auto", "on", "off"]
+KvDtype = Literal["f32", "f16", "bf16", "q8_0"]
 
 app = typer.Typer(
     name="zerolayer",
@@ -325,6 +326,13 @@ def compile_command(
             " the target gains by it."
         ),
     ] = None,
+    kv_dtype: Annotated[
+        KvDtype | None,
+        typer.Option(
+            help="What the KV cache keeps; q8_0: 8-bit codes, about half of the bytes of f16;"
+            " default: the target's choice, f32 with --activations f32."
+        ),
+    ] = None,
     max_context: Annotated[
         int | None,
         typer.Option(
@@ -383,6 +391,7 @@ def compile_command(
     asked = (
         ("activations", activations),
         ("screen_head", screen_head),
+        ("kv_dtype", kv_dtype),
         ("max_context", max_context),
     )
     for name, value in asked:
@@ -399,6 +408,7 @@ def compile_command(
         activations=activations,
         fusion=chosen.fusion,
         screen_head=screen_head,
+        kv_dtype=kv_dtype,
         max_context=max_context,
         dims=dims,
         strict=strict,

@@ -69,6 +69,7 @@ class CompileRequest:
     activations: str | None = None
     fusion: str | None = None
     screen_head: str | None = None
+    kv_dtype: str | None = None
     max_context: int | None = None
     dims: Mapping[str, int] | Sequence[tuple[str, int]] = ()
     strict: bool = False
@@ -174,6 +175,7 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         code=binaries.files[binaries.entry],
         quantize=choices.quantize,
         activations=choices.activations,
+        kv_dtype=choices.kv_dtype,
         skip=_not_run(request),
         batch_invariant=bool(manifest_inputs.batch_invariant),
     )
@@ -287,6 +289,12 @@ def _choose(request: CompileRequest, model: LoadedModel) -> _Choices:
             raise UsageError(
                 "--max-context is for language models", next_step="use --dim NAME=N for graphs"
             )
+        if request.kv_dtype is not None:
+            raise UnsupportedError(
+                f"--kv-dtype {request.kv_dtype} is for language models",
+                where=model.name,
+                next_step="leave it out",
+            )
         if request.screen_head == "on":
             raise UnsupportedError(
                 "--screen-head on is for language models",
@@ -299,7 +307,7 @@ def _choose(request: CompileRequest, model: LoadedModel) -> _Choices:
         fusion=request.fusion or target.choice("fusion"),
         screen_head=(request.screen_head or "auto") if model.config is not None else "off",
         # float32 activations promise the reference's tokens, so their cache is float32 too
-        kv_dtype="f32" if activations == "f32" else target.choice("kv_dtype"),
+        kv_dtype=request.kv_dtype or ("f32" if activations == "f32" else target.choice("kv_dtype")),
         max_context=request.max_context or 0,
         dims=tuple(sorted(dict(request.dims).items())),
     )
@@ -322,7 +330,8 @@ def _defaults(request: CompileRequest, choices: _Choices, model: LoadedModel) ->
         found.append(("activations", choices.activations, source))
     if config is not None:
         source = "as float32 activations need it" if floats else target
-        found.append(("kv_dtype", choices.kv_dtype, source))
+        if request.kv_dtype is None:
+            found.append(("kv_dtype", choices.kv_dtype, source))
         if request.screen_head is None:
             found.append(("screen_head", choices.screen_head, "default"))
         if request.max_context is None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from . import bf16_12
 from .facts_schema import CPU_KV_BLOCK_STEP
 from .kernels import KernelRow
-from .program import Constant
+from .program import KV_Q8_0, Constant
 
 PLAIN = frozenset({"F32", "F16", "BF16"})
 BLOCK = frozenset({
@@ -68,7 +68,12 @@ C_NAMES: Mapping[str, Mapping[str, str]] = {
         "sigmoid": "ZL_ACT_SIGMOID",
     },
     "approximate": {"none": "ZL_ACT_GELU_ERF", "tanh": "ZL_ACT_GELU_TANH"},
-    "kv_dtype": {"f32": "ZL_KV_F32", "f16": "ZL_KV_F16", "bf16": "ZL_KV_BF16"},
+    "kv_dtype": {
+        "f32": "ZL_KV_F32",
+        "f16": "ZL_KV_F16",
+        "bf16": "ZL_KV_BF16",
+        "q8_0": "ZL_KV_Q8_0",
+    },
     "role": {"k": "ZL_ROLE_K", "v": "ZL_ROLE_V"},
     "broadcast": {
         "same": "ZL_SAME",
@@ -113,6 +118,13 @@ def _head_dim(constants: Mapping[str, Constant]) -> str | None:
     return None
 
 
+def _whole_q8(constants: Mapping[str, Constant]) -> str | None:
+    value = constants.get("head_dim")
+    if constants.get("kv_dtype") == KV_Q8_0 and isinstance(value, int) and value % 32:
+        return f"head_dim = {value} is not a multiple of 32, which a q8_0 cache needs"
+    return None
+
+
 def _short_rows(constants: Mapping[str, Constant]) -> str | None:
     value = constants.get("K")
     if isinstance(value, int) and value > 65536:  # ZL_TILE_BLOCKS in zl_linear_int8.h
@@ -134,7 +146,11 @@ def _one_format(constants: Mapping[str, Constant]) -> str | None:
 
 _ANY = _all()
 _PAGED = _all(
-    _multiple("block_size", CPU_KV_BLOCK_STEP), _multiple("head_dim", 8), _head_dim, _heads
+    _multiple("block_size", CPU_KV_BLOCK_STEP),
+    _multiple("head_dim", 8),
+    _head_dim,
+    _heads,
+    _whole_q8,
 )
 _ATTENTION = (
     "num_heads", "kv_num_heads", "head_dim", "scale", "softcap", "window", "block_size", "kv_dtype",

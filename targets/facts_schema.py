@@ -134,7 +134,7 @@ DEFAULTS: Mapping[str, tuple[float, float] | tuple[str, ...]] = {
     "max_context": (1, 1 << 24),  # used when the model does not say
     "dim_bound": (1, 1 << 24),  # bound of a symbolic dimension of `run` that nothing else bounds
     "activations": ("int8", "bf16", "f32"),
-    "kv_dtype": ("f32", "f16", "bf16"),
+    "kv_dtype": ("f32", "f16", "bf16", "q8_0"),
     "fusion": ("conservative", "balanced", "aggressive"),
 }
 

@@ -82,21 +82,24 @@ def select(
 
     Raises UnsupportedError naming operator, formats, activations, target and the nearest rows.
     """
-    near: list[str] = []
+    near: list[tuple[bool, str]] = []
     for row in rows:
         why = mismatch(row, query, features)
         if why is None:
             return row
         if row.op == query.op:
-            near.append(f"{row.id} ({why})")
+            near.append((bool(row.features - features), f"{row.id} ({why})"))
+    near.sort(key=lambda row: row[0])  # what the target could run first
     wanted = " ".join(x for x in (query.op, *query.formats, query.activations) if x)
     nearest = (
-        "; nearest: " + "; ".join(near[:4])
+        "; nearest: " + "; ".join(why for _, why in near[:4])
         if near
         else "; the target has no kernel for this operator"
     )
+    cached = any(name == "kv_dtype" for name, _ in query.constants)
     raise UnsupportedError(
         f"no kernel for {wanted} on target {target}{nearest}",
         where=query.place,
-        next_step="choose another --quantize or --activations, or another target",
+        next_step=f"choose another {'--kv-dtype, ' if cached else ''}--quantize or --activations, "
+        "or another target",
     )

@@ -32,6 +32,15 @@ DTYPE_BYTES = {
     "f32": 4, "f16": 2, "bf16": 2, "i8": 1, "u8": 1, "i32": 4, "i64": 8, "bool": 1, "f64": 8,
 }  # fmt: skip
 
+#: a cache's Q8_0: codes of a byte, a scale of two for 32 elements of a position
+KV_Q8_0 = "q8_0"
+
+
+def kv_bytes(dtype: str, elements: int) -> int:
+    """Bytes of ``elements`` of a KV cache, whole groups of 32 where it is q8_0."""
+    return elements // 32 * 34 if dtype == KV_Q8_0 else elements * DTYPE_BYTES[dtype]
+
+
 #: operators that read the rows of a table that tokens name, not all of it
 EMBEDS = frozenset({"Embed", "SplitEmbed"})
 #: operators that copy rows, named by a list of indices, of a value

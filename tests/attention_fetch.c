@@ -15,7 +15,7 @@ static void note(uintptr_t at) {
 /* one token at `position` over blocks of [K][V], table i32[blocks]; returns how often something was asked for */
 int64_t attend(char *kv, const int32_t *table, int32_t blocks, int32_t position, int64_t heads, int64_t kv_heads,
                int64_t head_dim, int64_t block_size, int kv_dtype, const float *q, float *y, int64_t *to, int64_t size) {
-  const int64_t k_bytes = kv_heads * head_dim * block_size * zl_kv_bytes(kv_dtype);
+  const int64_t k_bytes = kv_heads * zl_kv_head_bytes(head_dim, block_size, kv_dtype);
   const int32_t starts[2] = {0, 1}, seq[1] = {0};
   zl_task t = {0, 1, 1, blocks, seq, &position, starts, table, NULL, NULL, NULL, 0, -1};
   pool = kv, asked = to, room = size, n_asked = 0, block_bytes = 2 * k_bytes;

@@ -40,6 +40,11 @@ SEEDED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=7)
 # a cap
 MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "llama": ("llama", {"max_position_embeddings": 1400, "num_hidden_layers": 2}, 1100),
+    "llama-32": (
+        "llama",
+        {"max_position_embeddings": 1400, "num_hidden_layers": 2, "head_dim": 32},
+        1100,
+    ),
     "gemma3": ("gemma3", {"max_position_embeddings": 400, "sliding_window": 70}, 203),
     "gemma2": ("gemma2", {"max_position_embeddings": 400, "sliding_window": 90}, 150),
 }
@@ -48,6 +53,8 @@ PRECISIONS = [
     ("llama", "int8", ("--quantize", "int4")),
     ("llama", "bf16", ("--quantize", "bf16")),
     ("llama", "f32", ()),
+    ("llama-32", "int8", ("--quantize", "int4", "--kv-dtype", "q8_0")),
+    ("llama-32", "f32", ("--kv-dtype", "q8_0")),
     ("gemma3", "int8", ("--quantize", "int8")),
     ("gemma2", "bf16", ("--quantize", "int4", "--fusion", "balanced")),
     ("gemma2", "int8", ("--quantize", "int4", "--fusion", "conservative")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 from cli_run import zerolayer
+from tiny_models import make_model
 from zerolayer.runtime_stub import detect, errors
+from zerolayer.runtime_stub.container import open_artifact
 from zerolayer.runtime_stub.layout import ARTIFACT_LINE, SHEBANG
 
 
@@ -121,6 +124,49 @@ def test_what_the_target_decides_is_told_too(tiny_llama: Path, tmp_path: Path) -
         f"kv_dtype = {target.choice('kv_dtype')} (target's default)",
         "screen_head = auto (default)",
     ]
+
+
+@pytest.fixture(scope="module")
+def wide_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose heads have 32 elements."""
+    folder = tmp_path_factory.mktemp("models") / "wide-heads"
+    folder.mkdir()
+    make_model("llama", folder, head_dim=32)
+    return folder
+
+
+def test_a_cache_of_8_bits(wide_heads: Path, tmp_path: Path) -> None:
+    """34 bytes for 32 elements, said by everything that speaks of the cache; the gate passes with
+    its row; the artifact generates."""
+    out = tmp_path / "a.zla"
+    options = ("--target", "x86-64-v3", "--kv-dtype", "q8_0", "--activations", "f32", "-o", out)
+    done = zerolayer("compile", wide_heads, *options)
+    assert done.code == 0, done.err
+    assert "KV q8_0" in done.out and "kv_dtype = q8_0 (command line)" in done.out
+    manifest = open_artifact(str(out)).manifest
+    config = json.loads((wide_heads / "config.json").read_text())
+    elements = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * 32
+    assert manifest["memory"]["kv_bytes_per_token"] == elements * 34 // 32
+    assert manifest["memory"]["kv_dtype"] == "q8_0"
+    assert manifest["numerics"]["bounds"]["name"] == "q8_0 cache, f32 activations"
+    assert 1e-4 < manifest["numerics"]["logit_error"] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("model", "kv_dtype", "why"),
+    [
+        ("tiny_llama", "q8_0", "head_dim = 16 is not a multiple of 32, which a q8_0 cache needs"),
+        ("wide_heads", "bf16", "does not read a bf16 cache"),
+    ],
+)
+def test_a_cache_that_the_target_has_no_kernel_for(
+    request: pytest.FixtureRequest, tmp_path: Path, model: str, kv_dtype: str, why: str
+) -> None:
+    path, out = request.getfixturevalue(model), tmp_path / "a.zla"
+    done = zerolayer("compile", path, "--target", "x86-64-v3", "--kv-dtype", kv_dtype, "-o", out)
+    assert done.code == 4 and not out.exists()
+    assert f"nearest: CacheWrite.avx2 ({why})" in done.err
+    assert "choose another --kv-dtype, --quantize or --activations" in done.err
 
 
 def test_the_progress_and_the_summary_tell_the_same_seconds(

@@ -15,7 +15,7 @@ import pytest
 from cpu_harness import FLAGS, HERE, TEMPLATES
 
 HEADS, KV_HEADS, LINE, CHUNK = 6, 2, 64, 64
-F32, F16 = 0, 1  # enum zl_kv_dtype
+F32, F16, Q8_0 = 0, 1, 3  # enum zl_kv_dtype
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +36,13 @@ class Cache:
 
     def __init__(self, context: int, head_dim: int, block_size: int, dtype: int) -> None:
         self.hd, self.bs, self.dtype = head_dim, block_size, dtype
-        self.bytes = 4 if dtype == F32 else 2
+        self.bytes = 4 if dtype == F32 else 2  # of an element; q8_0: of 34 for 32 elements
+        self.head = block_size * head_dim * self.bytes
+        if dtype == Q8_0:
+            self.head = block_size * head_dim // 32 * 34
         self.context, self.blocks = context, -(-context // block_size)
         self.table = np.arange(self.blocks, dtype=np.int32)[::-1].copy()
-        self.part = KV_HEADS * head_dim * block_size * self.bytes  # K, or V, of a block
+        self.part = KV_HEADS * self.head  # K, or V, of a block
         raw = np.zeros(2 * self.part * self.blocks + LINE, np.uint8)
         self.raw = raw[-raw.ctypes.data % LINE :][: 2 * self.part * self.blocks]
 
@@ -48,7 +51,11 @@ class Cache:
         found: set[int] = set()
         for p in range(CHUNK * chunk, min(CHUNK * (chunk + 1), self.context)):
             block = int(self.table[p // self.bs]) * 2 * self.part
-            base, at = block + head * self.hd * self.bs * self.bytes, p % self.bs
+            base, at = block + head * self.head, p % self.bs
+            if self.dtype == Q8_0:  # 16 positions are a piece that lies together
+                piece = base + at // 16 * 17 * self.hd
+                found |= {b + i for b in (piece, piece + self.part) for i in range(17 * self.hd)}
+                continue
             found |= {base + (d * self.bs + at) * self.bytes for d in range(self.hd)}
             row = base + self.part + at * self.hd * self.bytes
             found |= set(range(row, row + self.hd * self.bytes, self.bytes))
@@ -71,7 +78,7 @@ class Cache:
         return [int(at) // LINE for at in to[:count]]
 
 
-@pytest.mark.parametrize("dtype", [F16, F32])
+@pytest.mark.parametrize("dtype", [F16, F32, Q8_0])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("context", [64, 80, 129, 176, 192, 300])
 def test_every_line_is_asked_for(
@@ -89,10 +96,11 @@ def test_every_line_is_asked_for(
                 assert cache.lines(head, chunk) <= set(asked), (head, chunk)
 
 
+@pytest.mark.parametrize("dtype", [F16, Q8_0])
 @pytest.mark.parametrize("block_size", [16, 32, 64])
-def test_no_line_is_asked_for_twice(lib: ctypes.CDLL, block_size: int) -> None:
+def test_no_line_is_asked_for_twice(lib: ctypes.CDLL, block_size: int, dtype: int) -> None:
     """Of whole chunks; the last one of all has no next one and asks for what it has."""
-    cache = Cache(192, 64, block_size, F16)
+    cache = Cache(192, 64, block_size, dtype)
     asked = cache.asked(lib)
     last = cache.lines(KV_HEADS - 1, 2)
     others = [line for line in asked if line not in last]

@@ -15,7 +15,23 @@ import pytest
 from cpu_harness import KV_BLOCK_BYTES, Batch, Kernels, floats, kernels_for
 from test_cpu_kernels_linear import F32, bundle, to_bf16
 
-F16, KV_BF16 = 1, 2  # enum zl_kv_dtype
+F16, KV_BF16, KV_Q8_0 = 1, 2, 3  # enum zl_kv_dtype
+
+
+def q8_0(x: Any) -> Any:
+    """What a q8_0 cache keeps: for 32 neighbours a scale of f16, codes of -127 .. 127 of it."""
+    x = np.asarray(x, np.float32).reshape(-1, 32)
+    scale = (np.abs(x).max(1) / np.float32(127)).astype(np.float16).astype(np.float32)[:, None]
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    return np.rint(x * inverse).clip(-127, 127) * scale
+
+
+def kv_bytes(dtype: int, elements: int) -> int:
+    return elements * 34 // 32 if dtype == KV_Q8_0 else elements * (4 if dtype == F32 else 2)
+
+
+#: largest error of a result of order 1, by what is rounded besides keys and values
+CLOSE = {F32: 1e-5, F16: 1e-5, KV_BF16: 2**-8, KV_Q8_0: 2e-4}
 
 
 @pytest.fixture(scope="session", params=["zen4", "v4", "v3"])
@@ -123,6 +139,12 @@ def assert_alone_gives_the_same_bits(
         (2, 1, 24, 16, 0, 15.0, F32, [(17, 1), (0, 1), (63, 2)]),
         (6, 2, 40, 16, 65, 30.0, F16, [(200, 3)]),
         (2, 2, 256, 16, 0, 0.0, F16, [(20, 3)]),
+        (9, 3, 64, 16, 0, 0.0, KV_Q8_0, [(0, 5), (70, 1), (129, 3)]),
+        (9, 3, 64, 64, 0, 0.0, KV_Q8_0, [(50, 40), (1015, 20)]),
+        (4, 4, 32, 32, 0, 0.0, KV_Q8_0, [(1030, 2), (0, 40)]),
+        (8, 1, 96, 16, 20, 0.0, KV_Q8_0, [(100, 70)]),
+        (6, 2, 32, 16, 65, 30.0, KV_Q8_0, [(200, 3)]),
+        (2, 2, 256, 16, 0, 0.0, KV_Q8_0, [(20, 3)]),
     ],
 )
 def test_attention(
@@ -139,7 +161,7 @@ def test_attention(
     rng = np.random.default_rng(5)
     batch, t, total = make_batch(lengths, block_size)
     blocks = np.full(total * KV_BLOCK_BYTES, 0xFF, np.uint8)  # NaN wherever nothing was written
-    size = kvh * hd * block_size * (2 if dtype == F16 else 4)
+    size = kv_bytes(dtype, kvh * hd * block_size)
     ks = [floats(rng, p + n, kvh * hd) for p, n in lengths]
     vs = [floats(rng, p + n, kvh * hd) for p, n in lengths]
     k_offset, v_offset = 64, 64 + size
@@ -151,15 +173,18 @@ def test_attention(
     ints = [heads, kvh, hd, window, block_size, dtype]
     arrays = [q, blocks[k_offset:], blocks[v_offset:], batch.positions, None, None]
     kernels.call("attention", t, [*arrays, y], ints, [scale, softcap], batch)
-    kept = np.float16 if dtype == F16 else np.float32
+    kept = {F16: lambda x: x.astype(np.float16), F32: lambda x: x, KV_Q8_0: q8_0}[dtype]
     want = np.zeros((t, heads * hd))
     for i in range(t):
         s, p = int(batch.token_seq[i]), int(batch.positions[i])
-        ck, cv = (c[s].astype(kept).reshape(-1, kvh, hd) for c in (ks, vs))
+        ck, cv = (kept(c[s]).reshape(-1, kvh, hd) for c in (ks, vs))
         one_q = q[i].reshape(heads, hd)
         answer = attention_reference(one_q, ck, cv, p, scale, softcap, window, heads // kvh)
         want[i] = answer.reshape(-1)
-    np.testing.assert_allclose(y, want, rtol=1e-5, atol=2e-6)
+    if dtype == KV_Q8_0:  # a query and its probabilities have 16 bits
+        assert np.abs(y - want).max() < CLOSE[dtype] and np.abs(y - want).mean() < 2e-5
+    else:
+        np.testing.assert_allclose(y, want, rtol=1e-5, atol=2e-6)
     assert_alone_gives_the_same_bits(kernels, batch, arrays, ints, [scale, softcap], y)
     # a sequence's rows in another order
     starts = batch.seq_starts.tolist()
@@ -247,7 +272,7 @@ def filled(
     _, kvh, hd, _, block_size, dtype = ints
     batch, _, total = make_batch(lengths, block_size)
     blocks = np.full(total * KV_BLOCK_BYTES, 0xFF, np.uint8)  # NaN wherever nothing was written
-    k_offset, v_offset = 64, 64 + kvh * hd * block_size * (4 if dtype == F32 else 2)
+    k_offset, v_offset = 64, 64 + kv_bytes(dtype, kvh * hd * block_size)
     fill_cache(kernels, lengths, block_size, blocks, k_offset, ks, kvh, hd, 0, dtype)
     fill_cache(kernels, lengths, block_size, blocks, v_offset, vs, kvh, hd, 1, dtype)
     return batch, [blocks[k_offset:], blocks[v_offset:], batch.positions, None, None]
@@ -261,7 +286,7 @@ def of_dtype(dtype: int) -> Kernels:
 EXTREMES = [[(0, 1)], [(0, 40)], [(200, 1)], [(200, 40)], [(1020, 30)]]
 
 
-@pytest.mark.parametrize("dtype", [F32, F16, KV_BF16])
+@pytest.mark.parametrize("dtype", [F32, F16, KV_BF16, KV_Q8_0])
 @pytest.mark.parametrize("lengths", EXTREMES)
 @pytest.mark.parametrize("score", [-1.9e38, -3.3e38, 3.3e38])
 def test_attention_of_huge_scores(dtype: int, lengths: list[tuple[int, int]], score: float) -> None:
@@ -276,10 +301,10 @@ def test_attention_of_huge_scores(dtype: int, lengths: list[tuple[int, int]], sc
     q[:, :, 0] = score / (math.log2(math.e) if dtype == KV_BF16 else 1)
     y = np.zeros((n, 9 * 64), np.float32)
     kernels.call("attention", n, [q, *operands, y], ints, [1.0, 0.0], batch)
-    assert np.abs(y - 1).max() < 1e-5
+    assert np.abs(y - q8_0(np.ones(32))[0, 0]).max() < 2e-5 if dtype == KV_Q8_0 else 1e-5
 
 
-@pytest.mark.parametrize("dtype", [F32, F16, KV_BF16])
+@pytest.mark.parametrize("dtype", [F32, F16, KV_BF16, KV_Q8_0])
 @pytest.mark.parametrize("lengths", EXTREMES)
 def test_nan_of_a_query_stays_there(dtype: int, lengths: list[tuple[int, int]]) -> None:
     kernels, (p, n) = of_dtype(dtype), lengths[0]
@@ -294,6 +319,74 @@ def test_nan_of_a_query_stays_there(dtype: int, lengths: list[tuple[int, int]]) 
     assert np.isfinite(want).all() and np.isnan(got[n // 2, 4]).all()
     got[n // 2, 4] = want[n // 2, 4]
     assert (got.view(np.uint32) == want.view(np.uint32)).all()
+
+
+def test_what_a_q8_0_cache_keeps(kernels: Kernels) -> None:
+    """Bytes of both layouts, rebuilt from the numbers that ``q8_0`` gives: largest, smallest and
+    denormal elements, zeros; a row that is not finite has a scale that is not."""
+    rng, hd, kvh, bs, n = np.random.default_rng(2), 64, 2, 32, 40
+    x = floats(rng, n, kvh, hd)
+    x[1], x[2, 0], x[3, :, :32] = 0, 1e-6, 6e4
+    x[4], x[5, 0] = np.linspace(-1.3e-5, 1.3e-5, hd), 1e-40  # scales that are denormal, or 0
+    x[6, 0, 40], x[6, 1, 3] = np.nan, np.inf
+    for role in (0, 1):
+        blocks = np.full(2 * KV_BLOCK_BYTES, 0xFF, np.uint8)
+        fill_cache(kernels, [(0, n)], bs, blocks, 64, [x.reshape(n, -1)], kvh, hd, role, KV_Q8_0)
+        for p in range(n):
+            block = blocks[(1 - p // bs) * KV_BLOCK_BYTES + 64 :]  # dealt out in reverse
+            for h in range(kvh):
+                piece = block[(h * bs + p % bs // 16 * 16) * hd // 16 * 17 :][: 17 * hd]
+                codes = piece[: 16 * hd].view(np.int8)
+                scales = piece[16 * hd :].view(np.float16).reshape(hd // 32, 16)[:, p % 16]
+                if role:
+                    got = codes.reshape(8, hd, 2)[p % 16 // 2, :, p % 2]
+                else:
+                    got = codes.reshape(hd // 2, 16, 2)[:, p % 16].reshape(-1)
+                row = x[p, h].reshape(-1, 32)
+                finite = np.isfinite(row).all(1)
+                assert (np.isfinite(scales) == finite).all(), (p, h)
+                row, scales = row[finite], scales[finite].astype(np.float32)
+                kept = got.reshape(-1, 32)[finite] * scales[:, None]
+                assert (kept == q8_0(row)).all(), (role, p, h)
+                step = scales.max(initial=0) + 4e-6  # 2^-24 is the least scale
+                assert np.abs(kept - row).max(initial=0) <= step, (role, p, h)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("window", [0, 6])
+def test_values_that_nobody_attends_to_change_nothing(bad: float, window: int) -> None:
+    """A later token's values, or those before a window, that are no numbers: a q8_0 cache has them
+    in a scale, which stands for 32 elements of a position."""
+    kernels, ints = kernels_for("v3"), [9, 3, 64, window, 16, KV_Q8_0]
+    rng, n, at = np.random.default_rng(7), 30, 12
+    ks, v = floats(rng, n, 3 * 64), floats(rng, n, 3 * 64)
+    q, y = floats(rng, n, 9 * 64), np.zeros((2, n, 9 * 64), np.float32)
+    for i in range(2):
+        v[at, 5] = bad if i else v[at, 5]
+        batch, operands = filled(kernels, [(0, n)], [ks], [v], ints)
+        kernels.call("attention", n, [q, *operands, y[i]], ints, [0.125, 0.0], batch)
+    others = [i for i in range(n) if i < at or (window and i >= at + window)]
+    assert (y[0][others].view(np.uint32) == y[1][others].view(np.uint32)).all()
+    assert np.isfinite(y[0]).all() and not np.isfinite(y[1][at : at + 6]).all()
+
+
+@pytest.mark.parametrize("context", [40, 600, 3000])
+def test_small_probabilities_beside_a_large_one(context: int) -> None:
+    """Thousands of positions that weigh 2e-6 of the first one each still add up: one scale for all
+    of them would round every one to none.  Values: 1 at the first, -1 elsewhere."""
+    ints = [3, 1, 32, 0, 16, KV_Q8_0]
+    k = np.zeros((context, 32), np.float32)
+    v = -np.ones((context, 32), np.float32)
+    k[0, 0], v[0] = 1, 1
+    batch, operands = filled(kernels_for("v3"), [(context - 1, 1)], [k], [v], ints)
+    q = np.zeros((1, 3, 32), np.float32)
+    q[:, :, 0] = 13
+    y = np.zeros((1, 96), np.float32)
+    kernels_for("v3").call("attention", 1, [q, *operands, y], ints, [1.0, 0.0], batch)
+    others = (context - 1) * math.exp(-13 * q8_0(np.eye(32)[0])[0, 0])
+    want = (1 - others) / (1 + others) * q8_0(np.ones(32))[0, 0]
+    chunk = min(context, 64) - 1  # beside the first in its chunk, where they are rounded to none
+    assert np.abs(y - want).max() < 1e-5 + chunk * math.exp(-13)
 
 
 def test_powers_of_two(bf16_kernels: Kernels) -> None:

@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu_harness import SLOTS_BYTES, TEMPLATES, Batch, Kernels, floats
-from test_cpu_kernels_attention import F16, KV_BF16, attention_reference, filled, of_dtype
+from test_cpu_kernels_attention import (
+    CLOSE,
+    F16,
+    KV_BF16,
+    KV_Q8_0,
+    attention_reference,
+    filled,
+    of_dtype,
+    q8_0,
+)
 from test_cpu_kernels_linear import F32, bundle, to_bf16
 from zerolayer.targets import cpu_rows
 
@@ -70,6 +79,7 @@ class Case:
             F32: lambda x: x,
             F16: lambda x: x.astype(np.float16).astype(np.float32),
             KV_BF16: to_bf16,
+            KV_Q8_0: q8_0,
         }[self.dtype]
         scale, q = self.scale, self.q
         if self.dtype == KV_BF16:  # queries are rounded as exponents of 2
@@ -90,13 +100,13 @@ def assert_same_bits(got: Any, want: Any, where: Any) -> None:
     assert (got.view(np.uint32) == want.view(np.uint32)).all(), where
 
 
-@pytest.mark.parametrize("dtype", [F32, F16, KV_BF16])
+@pytest.mark.parametrize("dtype", [F32, F16, KV_BF16, KV_Q8_0])
 @pytest.mark.parametrize("context", [1, 255, 256, 257, 511, 512, 513, 1024, 1025, 3000])
 def test_one_token(dtype: int, context: int) -> None:
     """Right, and the same bits on any number of threads and as one of many tokens."""
     case = Case([9, 3, 64, 0, 16, dtype], [(max(0, context - 21), min(context, 21))])
     many, want = case.run(2), case.want()
-    assert np.abs(many - want).max() < (2**-8 if dtype == KV_BF16 else 1e-5)
+    assert np.abs(many - want).max() < CLOSE[dtype]
     last = slice(case.rows - 1, case.rows)
     for threads in (1, *THREADS):
         assert_same_bits(case.run(threads, last), many[last], threads)
@@ -110,6 +120,9 @@ def test_one_token(dtype: int, context: int) -> None:
         ([9, 3, 64, 300, 16, KV_BF16], 0.0, [(600, 1)]),
         ([9, 3, 64, 345, 16, F16], 0.0, [(600, 1)]),
         ([8, 2, 32, 60, 16, KV_BF16], 0.0, [(530, 1), (600, 1)]),
+        ([9, 3, 64, 345, 16, KV_Q8_0], 0.0, [(600, 1)]),
+        ([6, 1, 32, 0, 16, KV_Q8_0], 30.0, [(700, 1)]),
+        ([8, 1, 64, 0, 32, KV_Q8_0], 0.0, [(3, 1), (1500, 1), (256, 1)]),
         # heads that vectors do not fill, capped scores
         ([6, 1, 40, 0, 16, KV_BF16], 30.0, [(700, 1)]),
         ([5, 5, 24, 0, 16, F32], 15.0, [(700, 1)]),
@@ -125,7 +138,7 @@ def test_few_tokens(ints: list[int], softcap: float, lengths: list[tuple[int, in
     case = Case(ints, lengths, softcap)
     alone, want = case.run(1), case.want()
     assert slots_used(case.kernels) == 0
-    assert np.abs(alone - want).max() < (2**-8 if case.dtype == KV_BF16 else 1e-5)
+    assert np.abs(alone - want).max() < CLOSE[case.dtype]
     shared = 0
     for threads in THREADS:
         assert_same_bits(case.run(threads), alone, threads)

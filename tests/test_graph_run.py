@@ -153,3 +153,24 @@ def test_a_bound_for_an_unknown_dimension_is_refused(tmp_path: Path, tiny_llama:
     options = ("--target", "x86-64-v3", "-o", tmp_path / "m.zla", "--dim")
     zerolayer("compile", model, *options, "rows=5").one_error(2, "--dim rows", "n")
     zerolayer("compile", tiny_llama, *options, "T=5").one_error(2, "--dim T")
+
+
+@pytest.mark.parametrize(
+    ("option", "code"),
+    [
+        (("--kv-dtype", "q8_0"), 4),
+        (("--activations", "int8"), 4),
+        (("--quantize", "int4"), 4),
+        (("--screen-head", "on"), 4),
+        (("--max-context", "64"), 2),
+    ],
+)
+def test_what_only_a_language_model_has_is_refused(
+    tmp_path: Path, option: tuple[str, str], code: int
+) -> None:
+    node = helper.make_node("Relu", ["x"], ["y"])
+    model = save(tmp_path / "m.onnx", [node], {"x": (FLOAT, [4, 8])}, {"y": [4, 8]})
+    out = tmp_path / "m.zla"
+    done = zerolayer("compile", model, "--target", "x86-64-v3", *option, "-o", out)
+    done.one_error(code, option[0], "for language models")
+    assert not out.exists()

@@ -128,6 +128,17 @@ def test_company_must_not_change_a_bit() -> None:
     assert unpromised.failures() == []
 
 
+def test_the_loosest_row_counts() -> None:
+    """Each figure of a compile's bounds is that of the row that allows most."""
+    assert bounds_for("keep", "f32", "f32") is BY_ACTIVATIONS["f32"]
+    assert bounds_for("keep", "int8", "f16") is BY_ACTIVATIONS["int8"]
+    cache = bounds_for("keep", "f32", "q8_0")
+    assert (cache.name, cache.top1, cache.logits) == ("q8_0 cache, f32 activations", 0.98, 0.05)
+    both = bounds_for("int4", "bf16", "q8_0")
+    assert both.name == "q8_0 cache, int4 weights, bf16 activations"
+    assert (both.top1, both.margin, both.kl, both.logits) == (0.8, 1.0, 0.8, 0.45)
+
+
 def test_nothing_compared_is_no_pass() -> None:
     empty = run_gate(Model(), lambda _: [], [], bounds_for("keep", "f32"), golden_tokens=6)[0]
     with pytest.raises(NumericsError, match="nothing was compared"):
@@ -154,6 +165,7 @@ def test_a_verdict_is_kept_for_exactly_its_inputs(monkeypatch: pytest.MonkeyPatc
             "code": b"code",
             "quantize": "keep",
             "activations": "f32",
+            "kv_dtype": "f32",
             "batch_invariant": True,
             "prompts": lambda: PROMPTS,
             **changes,
@@ -170,6 +182,7 @@ def test_a_verdict_is_kept_for_exactly_its_inputs(monkeypatch: pytest.MonkeyPatc
         key(code=b"other code"),
         key(quantize="int4"),
         key(activations="int8"),
+        key(kv_dtype="q8_0"),
         key(prompts=lambda: PROMPTS[:1]),
     ]
     monkeypatch.setattr(verify, "compiler_digest", lambda: "another compiler")

@@ -39,6 +39,7 @@ from zerolayer.targets.program import (
     KernelCall,
     KvLayout,
     Program,
+    kv_bytes,
 )
 
 from .constants import DEFAULTS, STANDARD_INPUTS, Call, Operand, constants_of, flops_per_row
@@ -174,7 +175,7 @@ class _Lowering:
             row = value.shape[-1] if value.shape is not None else None
             if not isinstance(row, int):
                 raise UnsupportedError(f"{name} has no fixed row size")
-            nbytes = self.block_size * row * DTYPE_BYTES[self.kv_dtype]
+            nbytes = kv_bytes(self.kv_dtype, self.block_size * row)
             shape = (self.block_size, row)
             self.buffers[name] = Buffer(name, BufferKind.KV, self.kv_dtype, shape, nbytes, end)
             end += -(-nbytes // 64) * 64

@@ -46,17 +46,27 @@ BY_QUANTIZATION = {
 }
 
 
-def bounds_for(quantize: str, activations: str) -> Bounds:
-    """The limits of a compile: the looser, per figure, of its weights' and its activations' row."""
-    a = BY_ACTIVATIONS[activations]
-    q = BY_QUANTIZATION.get(quantize)
-    if q is None:
-        return a
+#: so does a cache that keeps less than the activations have; f16 stays within any of the above
+BY_CACHE = {
+    "bf16": Bounds("bf16 cache", top1=0.98, margin=0.3, kl=0.01, logits=0.05, layer=0.05),
+    "q8_0": Bounds("q8_0 cache", top1=0.98, margin=0.3, kl=0.01, logits=0.05, layer=0.05),
+}
+
+
+def bounds_for(quantize: str, activations: str, kv_dtype: str = "") -> Bounds:
+    """The limits of a compile: the loosest, per figure, of its weights', its activations' and its
+    KV cache's row."""
+    rows = [BY_ACTIVATIONS[activations]]
+    for more in (BY_QUANTIZATION.get(quantize), BY_CACHE.get(kv_dtype)):
+        if more is not None:
+            rows.insert(0, more)
+    if len(rows) == 1:
+        return rows[0]
     return Bounds(
-        name=f"{q.name}, {a.name} activations",
-        top1=min(a.top1, q.top1),
-        margin=max(a.margin, q.margin),
-        kl=max(a.kl, q.kl),
-        logits=max(a.logits, q.logits),
-        layer=max(a.layer, q.layer),
+        name=", ".join([*(r.name for r in rows[:-1]), f"{rows[-1].name} activations"]),
+        top1=min(r.top1 for r in rows),
+        margin=max(r.margin for r in rows),
+        kl=max(r.kl for r in rows),
+        logits=max(r.logits for r in rows),
+        layer=max(r.layer for r in rows),
     )

@@ -167,6 +167,6 @@ def require(report: Report, model: str) -> None:
         raise NumericsError(
             "; ".join(bad),
             where=f"numerics gate of {model}",
-            next_step="compile with --activations f32 or a wider --quantize to see what loses "
-            "the precision; --no-verify records an artifact without the gate",
+            next_step="compile with --activations f32, a wider --quantize or --kv-dtype to see "
+            "what loses the precision; --no-verify records an artifact without the gate",
         )

@@ -54,6 +54,7 @@ class GateInputs:
     code: bytes
     quantize: str
     activations: str
+    kv_dtype: str
     skip: str
     batch_invariant: bool = True
 
@@ -123,7 +124,7 @@ def cannot_run(target: Target) -> str:
 def _run(
     gate: GateInputs, written: WrittenWeights, advance: Callable[[int], None]
 ) -> tuple[dict[str, Any], bytes | None]:
-    bounds = bounds_for(gate.quantize, gate.activations)
+    bounds = bounds_for(gate.quantize, gate.activations, gate.kv_dtype)
     threads = min(len(os.sched_getaffinity(0)), detect.MAX_THREADS)
     with _mapped(written) as weights:
         if gate.model.config is None:
@@ -176,7 +177,7 @@ def _key(gate: GateInputs, written: WrittenWeights) -> dict[str, str | bytes]:
         "code": hashlib.sha256(gate.code).hexdigest(),
         "weights": json.dumps(list(written.hashes)),
         "prompts": json.dumps(gate.prompts()),
-        "precision": f"{gate.quantize} {gate.activations} {gate.batch_invariant}",
+        "precision": f"{gate.quantize} {gate.activations} {gate.kv_dtype} {gate.batch_invariant}",
         "compiler": compiler_digest(),
         "reference": " ".join(f"{n} {metadata.version(n)}" for n in ("onnxruntime", "numpy")),
     }

@@ -1,9 +1,9 @@
 /* Paged attention and the KV cache: CacheWrite, PagedAttention, PagedAttentionQuantizeInt8.
  *
- * In: zl_math.h, zl_quantize.h, zl_attention_float.h, zl_attention_bf16.h, zl_attention_deal.h.  Out: zl_kv_block,
+ * In: zl_math.h, zl_quantize.h, zl_attention_float.h, zl_attention_bf16.h, zl_attention_q8.h, zl_attention_deal.h.  Out: zl_kv_block,
  * zl_cache_put (used by zl_qkv.h), the kernels.  Next file: zl_elementwise.h.
  *
- * One layer's share of a KV block, KV = f32 or f16 (zl_attention_float.h; bf16: zl_attention_bf16.h):
+ * One layer's share of a KV block, KV = f32 or f16 (zl_attention_float.h; bf16: zl_attention_bf16.h, q8_0: zl_attention_q8.h):
  *     K  [kv_heads][head_dim][block_size]     positions are lanes: q . k for 16 positions is one chain of
  *     V  [kv_heads][block_size][head_dim]     multiply-adds with no sum across lanes; elements are lanes
  *
@@ -21,12 +21,18 @@
 #define ZL_CHUNK 64   /* positions scored at a time */
 #define ZL_SPAN 512   /* positions between restarts of the running softmax; the first span is cut in halves */
 #define ZL_QUERIES 64 /* most queries of a tile */
+#define ZL_MANY_QUERIES 6 /* of more than ZL_FETCH_QUERIES, so many at a time without AVX-512 */
 #define ZL_FETCH_QUERIES 8 /* a tile of so many at most asks for the next chunk */
 #ifndef ZL_MAX_HEAD_DIM
 #define ZL_MAX_HEAD_DIM 512
 #endif
 
+/* bytes of an element of a float cache; of a head's share of a block in any */
 ZL_KERNEL int64_t zl_kv_bytes(int kv_dtype) { return kv_dtype == ZL_KV_F32 ? 4 : 2; }
+ZL_KERNEL int64_t zl_kv_head_bytes(int64_t head_dim, int64_t block_size, int kv_dtype) {
+  const int64_t n = head_dim * block_size;
+  return kv_dtype == ZL_KV_Q8_0 ? n / 16 * 17 : n * zl_kv_bytes(kv_dtype);
+}
 
 /* where position p of sequence s is: the block's data of one buffer, and the offset in the block */
 ZL_KERNEL char *zl_kv_block(const zl_task *t, char *kv, int64_t seq, int64_t block_index) {
@@ -67,11 +73,40 @@ ZL_KERNEL void zl_cache_put_bf16(const float *x, char *base, int64_t at, int64_t
   }
 }
 
+/* one head's row x[hd], hd a multiple of 32, into a q8_0 cache; base is the head's data in the block.  A scale is
+ * max|x| / 127, rounded to f16, and codes are relative to the rounded one.  NaN or infinity: the scale is it. */
+ZL_KERNEL void zl_cache_put_q8(const float *x, char *base, int64_t at, int64_t head_dim, int role) {
+  char *piece = base + at / 16 * 17 * head_dim;
+  const int64_t lane = at % 16;
+  for (int64_t d = 0; d < head_dim; d += 32) {
+    const v16f two[2] = {zl_load(x + d), zl_load(x + d + 16)};
+    const float top = zl_hmax_abs((v16f)__builtin_elementwise_max((v16i)zl_abs(two[0]), (v16i)zl_abs(two[1])));
+    const v16u16 half = zl_to_half(zl_set(top / 127.0f));
+    const float scale = zl_load_half(&half)[0], inverse = scale > 0.0f && scale < __builtin_inff() ? 1.0f / scale : 0.0f;
+    const uint16_t bits = half[0];
+    memcpy(piece + 16 * head_dim + (d / 32 * 16 + lane) * 2, &bits, 2);
+    int8_t codes[32];
+    ZL_UNROLL
+    for (int h = 0; h < 2; h++) { /* of denormal scales, few bits are left: their codes may be too large */
+      const v16f y = zl_min(zl_max(two[h] * inverse, zl_set(-127.0f)), zl_set(127.0f));
+      zl_store_bytes(codes + 16 * h, zl_round_to_int(y));
+    }
+    if (role == ZL_ROLE_V) /* the other position of the pair may be another thread's */
+      for (int64_t i = 0; i < 32; i++) piece[(lane / 2 * head_dim + d + i) * 2 + lane % 2] = codes[i];
+    else
+      for (int64_t i = 0; i < 32; i += 2) memcpy(piece + ((d + i) / 2 * 16 + lane) * 2, codes + i, 2);
+  }
+}
+
 /* one head's row x[hd] into the cache at (block, offset in block) */
 ZL_KERNEL void zl_cache_put(const float *x, char *block, int64_t kv_head, int64_t at, int64_t head_dim,
                             int64_t block_size, int role, int kv_dtype) {
   const int64_t bytes = zl_kv_bytes(kv_dtype);
-  char *base = block + kv_head * head_dim * block_size * bytes;
+  char *base = block + kv_head * zl_kv_head_bytes(head_dim, block_size, kv_dtype);
+  if (kv_dtype == ZL_KV_Q8_0) {
+    zl_cache_put_q8(x, base, at, head_dim, role);
+    return;
+  }
   if (kv_dtype == ZL_KV_BF16) {
     zl_cache_put_bf16(x, base, at, head_dim, block_size, role);
     return;
@@ -124,7 +159,8 @@ typedef struct zl_seen {
 /* The queries of a tile: token i / heads, head i % heads of the tile. */
 typedef struct zl_queries {
   const float *q[ZL_QUERIES];        /* [hd] */
-  const uint32_t *pairs[ZL_QUERIES]; /* [hd / 2], the same in bf16; bf16 caches only */
+  const uint32_t *pairs[ZL_QUERIES]; /* [hd / 2], the same in bf16 or 16-bit integers; bf16 and q8_0 caches only */
+  float unit[ZL_QUERIES];            /* what products with those integers are multiplied by */
   int64_t from[ZL_QUERIES];    /* first and last position it attends to */
   int64_t last[ZL_QUERIES];
   int64_t n, seq, kv_head;
@@ -155,19 +191,19 @@ ZL_KERNEL void zl_fetch(uintptr_t at, int fetch) {
  * masked later.  The next chunk is only asked for: where it has fewer blocks, anything that exists will do. */
 ZL_KERNEL void zl_locate_chunk(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, const char *k,
                                const char *v, int64_t c0, int64_t end, zl_chunk_at *at) {
-  const int64_t hd = a->head_dim, bs = a->block_size, bytes = zl_kv_bytes(a->kv_dtype);
-  const int64_t head = tile->kv_head * hd * bs * bytes;
-  const int64_t k_bytes = a->kv_dtype == ZL_KV_BF16 ? 4 : bytes; /* from position to position: one pair */
+  const int64_t bs = a->block_size, head_bytes = zl_kv_head_bytes(a->head_dim, bs, a->kv_dtype);
+  const int64_t head = tile->kv_head * head_bytes, v_bytes = head_bytes / bs; /* from position to position */
+  const int64_t k_bytes = a->kv_dtype == ZL_KV_Q8_0 ? v_bytes : a->kv_dtype == ZL_KV_BF16 ? 4 : zl_kv_bytes(a->kv_dtype);
   const int turn = c0 + ZL_CHUNK > end && tile->kv_head + 1 < a->kv_heads; /* on to the next head */
-  const int64_t next_head = head + (turn ? hd * bs * bytes : 0);
+  const int64_t next_head = head + (turn ? head_bytes : 0);
   const int64_t next_c0 = turn ? tile->from[0] / ZL_CHUNK * ZL_CHUNK : c0 + ZL_CHUNK;
   for (int64_t i = 0; i < ZL_CHUNK / 16; i++) {
     const int64_t p = c0 + (c0 + 16 * i <= end ? 16 * i : 0);
     const int64_t next = (next_c0 + 16 * i) / bs <= end / bs ? next_c0 + 16 * i : p; /* rows of keys are a block's */
     at->k[i] = zl_kv_at(t, k, tile->seq, p / bs) + head + p % bs * k_bytes;
-    at->v[i] = zl_kv_at(t, v, tile->seq, p / bs) + head + p % bs * hd * bytes;
+    at->v[i] = zl_kv_at(t, v, tile->seq, p / bs) + head + p % bs * v_bytes;
     at->next_k[i] = zl_kv_at(t, k, tile->seq, next / bs) + next_head + next % bs * k_bytes;
-    at->next_v[i] = zl_kv_at(t, v, tile->seq, next / bs) + next_head + next % bs * hd * bytes;
+    at->next_v[i] = zl_kv_at(t, v, tile->seq, next / bs) + next_head + next % bs * v_bytes;
   }
 }
 
@@ -175,6 +211,7 @@ ZL_KERNEL void zl_locate_chunk(const zl_task *t, const zl_attention_shape *a, co
 #include "zl_attention_bf16.h"
 #endif
 #include "zl_attention_float.h"
+#include "zl_attention_q8.h"
 
 /* QB queries from index i of the tile, one chunk, of which `positions` exist; fetch: asks for the next chunk too */
 ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, int fetch, const zl_queries *tile, int64_t i, int64_t c0,
@@ -185,6 +222,10 @@ ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, int fetch, const zl
     return;
   }
 #endif
+  if (a->kv_dtype == ZL_KV_Q8_0) {
+    zl_chunk_q8(a, QB, fetch, tile, i, c0, positions, at, seen);
+    return;
+  }
   _Alignas(64) float s[4][ZL_CHUNK];
   float factor[4];
   float *out[4];
@@ -199,15 +240,19 @@ ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, int fetch, const zl
 /* zl_chunk of ZL_MANY_QUERIES, as far as one of them attends. */
 ZL_KERNEL void zl_chunk_many(const zl_attention_shape *a, const zl_queries *tile, int64_t i, int64_t c0,
                              int64_t positions, const zl_chunk_at *at, zl_seen *seen) {
-  _Alignas(64) float s[ZL_MANY_QUERIES][ZL_CHUNK];
-  float factor[ZL_MANY_QUERIES];
-  float *out[ZL_MANY_QUERIES];
-  const int64_t stride = (a->head_dim + 15) / 16 * 16;
   int64_t last = tile->last[i];
   for (int m = 1; m < ZL_MANY_QUERIES; m++)
     if (tile->last[i + m] > last) last = tile->last[i + m];
   if (last - c0 + 1 < positions) positions = last - c0 + 1;
   if (positions < 1) return;
+  if (a->kv_dtype == ZL_KV_Q8_0) {
+    zl_chunk_q8(a, ZL_MANY_QUERIES, 0, tile, i, c0, positions, at, seen);
+    return;
+  }
+  _Alignas(64) float s[ZL_MANY_QUERIES][ZL_CHUNK];
+  float factor[ZL_MANY_QUERIES];
+  float *out[ZL_MANY_QUERIES];
+  const int64_t stride = (a->head_dim + 15) / 16 * 16;
   const int64_t vectors = (positions + 15) / 16;
   zl_scores_many(a, tile->q + i, at, vectors, s);
   zl_softmax_chunk(a, ZL_MANY_QUERIES, s, vectors, c0, tile->from + i, tile->last + i, seen->max + i, seen->sum + i,

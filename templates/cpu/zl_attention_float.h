@@ -72,14 +72,14 @@ ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const f
   }
 }
 
-/* The scores of one query, scaled, masked positions -inf; returns the largest.  Positions lo .. hi of the chunk are
- * attended to. */
-ZL_KERNEL float zl_mask_scores(const zl_attention_shape *a, float *s, int64_t vectors, int32_t lo, int32_t hi) {
+/* The scores of one query times `by`, capped, masked positions -inf; returns the largest.  Positions lo .. hi of the chunk
+ * are attended to. */
+ZL_KERNEL float zl_mask_scores(const zl_attention_shape *a, float by, float *s, int64_t vectors, int32_t lo, int32_t hi) {
   const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int all = lo == 0 && hi >= 16 * vectors - 1;
   v16f m = zl_set(-__builtin_inff());
   for (int64_t v = 0; v < vectors; v++) {
-    v16f x = zl_load(s + 16 * v) * a->scale;
+    v16f x = zl_load(s + 16 * v) * by;
     if (a->softcap > 0.0f) x = a->softcap * zl_tanh(x / a->softcap);
     if (!all) {
       const v16i at = lane + (int32_t)(16 * v);
@@ -99,7 +99,7 @@ ZL_KERNEL void zl_softmax_chunk(const zl_attention_shape *a, int QB, float s[][Z
   float now[16], base[16], total[16];
   for (int i = 0; i < QB; i++) {
     const int64_t lo = from[i] - c0, hi = last[i] - c0;
-    now[i] = zl_mask_scores(a, s[i], vectors, (int32_t)(lo < 0 ? 0 : lo > ZL_CHUNK ? ZL_CHUNK : lo),
+    now[i] = zl_mask_scores(a, a->scale, s[i], vectors, (int32_t)(lo < 0 ? 0 : lo > ZL_CHUNK ? ZL_CHUNK : lo),
                             (int32_t)(hi > ZL_CHUNK ? ZL_CHUNK : hi < -1 ? -1 : hi));
   }
   const v16f before = zl_load_n(max, QB), top = zl_max(zl_load_n(now, QB), before);
@@ -170,10 +170,8 @@ ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[
 #if !ZL_AVX512
 /* Queries whose sums, one vector of 16 each, fill the registers beside a vector of keys or values.  Many queries, as of a
  * prompt, find both in the first caches and ask for nothing.  Twelve chains of multiply-adds do not wait for each other,
- * as the eight of four queries do. */
-#define ZL_MANY_QUERIES 6
-
-/* zl_scores of ZL_MANY_QUERIES */
+ * as the eight of four queries do: ZL_MANY_QUERIES.
+ * zl_scores of ZL_MANY_QUERIES */
 ZL_KERNEL void zl_scores_many(const zl_attention_shape *a, const float *const *q, const zl_chunk_at *at,
                               int64_t vectors, float s[][ZL_CHUNK]) {
   const int64_t step = a->block_size * zl_kv_bytes(a->kv_dtype);

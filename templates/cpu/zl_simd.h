@@ -301,6 +301,42 @@ ZL_KERNEL v16i zl_dot4_u8(v16i acc, v64u8 u, v16i s) {
 #endif
 }
 
+/* 32 signed bytes as 16 pairs of 16 bits */
+ZL_KERNEL v32s16 zl_load_widened(const void *p) {
+#if ZL_AVX512
+  __m256i x;
+  memcpy(&x, p, 32);
+  return (v32s16)_mm512_cvtepi8_epi16(x);
+#else
+  __m128i x[2];
+  memcpy(x, p, 32);
+  return (v32s16)ZL_JOIN((v8i)_mm256_cvtepi8_epi16(x[0]), (v8i)_mm256_cvtepi8_epi16(x[1]));
+#endif
+}
+
+/* acc + the two products of each lane's 16-bit pair with `pair`; no sum may leave 32 bits */
+ZL_KERNEL v16i zl_dot_s16(v16i acc, v32s16 a, uint32_t pair) {
+  const v16u b = (v16u){0} + pair;
+#if defined(__AVX512VNNI__) && ZL_AVX512
+  return (v16i)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#elif ZL_AVX512
+  return acc + (v16i)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+  return acc + ZL_JOIN((v8i)_mm256_madd_epi16((__m256i)ZL_LO((v16i)a), (__m256i)ZL_LO((v16i)b)),
+                       (v8i)_mm256_madd_epi16((__m256i)ZL_HI((v16i)a), (__m256i)ZL_HI((v16i)b)));
+#endif
+}
+
+/* 16 integers as 16-bit ones at p, the nearest there are */
+ZL_KERNEL void zl_store_s16(void *p, v16i x) {
+#if ZL_AVX512
+  const __m256i y = _mm512_cvtsepi32_epi16((__m512i)x);
+#else
+  const __m256i y = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)ZL_LO(x), (__m256i)ZL_HI(x)), 0xd8);
+#endif
+  memcpy(p, &y, 32);
+}
+
 /* lane i: q[4 i] + .. + q[4 i + 3] */
 ZL_KERNEL v8i zl_sum4(const int8_t *q) {
   __m256i x;

@@ -57,7 +57,7 @@ enum zl_activation_kind { ZL_A_F32, ZL_A_BF16, ZL_A_INT8 };
 enum zl_activation {
   ZL_ACT_NONE, ZL_ACT_SILU, ZL_ACT_GELU_TANH, ZL_ACT_GELU_ERF, ZL_ACT_RELU, ZL_ACT_TANH, ZL_ACT_SIGMOID
 };
-enum zl_kv_dtype { ZL_KV_F32, ZL_KV_F16, ZL_KV_BF16 };
+enum zl_kv_dtype { ZL_KV_F32, ZL_KV_F16, ZL_KV_BF16, ZL_KV_Q8_0 };
 enum zl_kv_role { ZL_ROLE_K, ZL_ROLE_V };
 /* how the operands of Add, Sub, Mul, Div meet: one value, or one row [C], is repeated */
 enum zl_broadcast { ZL_SAME, ZL_SCALAR_A, ZL_SCALAR_B, ZL_ROW_A, ZL_ROW_B };
