@@ -57,6 +57,7 @@ class System:
     model: str  # under the peers' models; for this project the GGUF file that is compiled
     bits: int
     options: tuple[str, ...] = ()  # of zerolayer compile
+    kv: str = ""  # what the KV cache keeps, where the peer is told
 
     @property
     def name(self) -> str:
@@ -96,10 +97,13 @@ class Suite:
         return [f"--{k}={v}" for k, v in values.items()] + flags
 
 
-def gguf(peer: str, model: str, *kinds: str) -> tuple[System, ...]:
+def gguf(peer: str, model: str, *kinds: str, kv: str = "") -> tuple[System, ...]:
     """The GGUF formats of a model."""
     bits = {"q4_0": 4, "q4_1": 4, "q4_k_m": 4, "q8_0": 8, "bf16": 16}
-    return tuple(System(peer, k.upper(), f"{model}-{k}.gguf", bits[k]) for k in kinds)
+    more, options = (f", KV {kv}", ("--kv-dtype", kv)) if kv else ("", ())
+    return tuple(
+        System(peer, k.upper() + more, f"{model}-{k}.gguf", bits[k], options, kv) for k in kinds
+    )
 
 
 def openvino(model: str, *kinds: str) -> tuple[System, ...]:
@@ -146,7 +150,12 @@ TINY_BATCH = (
     *ort("tinyllama"),
 )
 NARROW = tuple(s for s in TINY_ALL if s.bits < 16 and s.label != "Q4_K_M")
-LONG = (*gguf(OURS, SMOL, *SMOL_4), *gguf("llama.cpp", SMOL, *SMOL_4))
+LONG = (
+    *gguf(OURS, SMOL, *SMOL_4),
+    *gguf(OURS, SMOL, "q4_0", kv="q8_0"),
+    *gguf("llama.cpp", SMOL, *SMOL_4),
+    *gguf("llama.cpp", SMOL, "q4_0", kv="q8_0"),
+)
 FUSION = (fused("conservative"), fused("balanced"), fused("aggressive"))
 
 SMOL_WORDS, TINY_WORDS = 49152, 32000

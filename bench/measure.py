@@ -73,8 +73,10 @@ class Place:
         ids = prompts.ids_file(models, suite.text) if suite.text else None
         if ids:
             out.append(f"--ids={ids}")
+        if system.kv and system.peer != OURS:
+            out.append(f"--kv={system.kv}")
         if suite.keep_state and system.peer == "llama.cpp":
-            of = f"{suite.prompt}.{prompts.digest(ids) if ids else 'random'}"
+            of = f"{suite.prompt}.{prompts.digest(ids) if ids else 'random'}{system.kv}"
             out.append(f"--state={models / system.model}.{of}.kv")
         return out
 

@@ -224,7 +224,14 @@ def test_what_is_not_installed_is_named_in_one_line(arguments: list[str], module
 
 def test_a_runners_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["x", "--model=a=b", "--new=3", "--calls"])
-    usual: dict[str, Any] = {"prompt": 512, "threads": 2, "batch": 1, "state": "", "ids": ""}
+    usual: dict[str, Any] = {
+        "prompt": 512,
+        "threads": 2,
+        "batch": 1,
+        "kv": "",
+        "state": "",
+        "ids": "",
+    }
     usual |= {"vocabulary": 31000, "steps": False, "drawn": False}
     assert vars(common.arguments()) == {**usual, "model": "a=b", "new": 3, "calls": True}
     suite = SUITES[0]

@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "drawn": False,  # decode pseudo-random ids, not the tokens that are chosen (ours)
     "steps": False,  # also time the steps inside the kernels
     "calls": False,  # also time each kernel call
+    "kv": "",  # what the KV cache keeps, where it is not the default (llama.cpp)
     "state": "",  # file that keeps the prompt's KV (llama.cpp)
 }
 

@@ -19,6 +19,7 @@ import llama_cpp as llama  # noqa: E402
 import numpy as np  # noqa: E402
 
 CHUNK = 512
+CACHE_TYPES = {"q8_0": 8}  # ggml.h, ggml_type
 
 
 @llama.llama_log_callback  # type: ignore[untyped-decorator, unused-ignore]
@@ -41,6 +42,9 @@ class Runner:
         params.n_batch = params.n_ubatch = CHUNK
         params.n_threads = params.n_threads_batch = OPTIONS.threads
         params.n_seq_max = OPTIONS.batch
+        if OPTIONS.kv:  # values of other types are for its flash attention only
+            params.type_k = params.type_v = CACHE_TYPES[OPTIONS.kv]
+            params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
         self.context = llama.llama_init_from_model(self.model, params)
         self.batch = llama.llama_batch_init(CHUNK, 0, OPTIONS.batch)
 
