@@ -57,7 +57,7 @@ class System:
     model: str  # under the peers' models; for this project the GGUF file that is compiled
     bits: int
     options: tuple[str, ...] = ()  # of zerolayer compile
-    kv: str = ""  # what the KV cache keeps, where the peer is told
+    kv: str = ""  # what the KV cache keeps, where it is not the peer's default; in no line
 
     @property
     def name(self) -> str:
@@ -100,7 +100,8 @@ class Suite:
 def gguf(peer: str, model: str, *kinds: str, kv: str = "") -> tuple[System, ...]:
     """The GGUF formats of a model."""
     bits = {"q4_0": 4, "q4_1": 4, "q4_k_m": 4, "q8_0": 8, "bf16": 16}
-    more, options = (f", KV {kv}", ("--kv-dtype", kv)) if kv else ("", ())
+    more = f", KV {kv}" if kv else ""
+    options = ("--kv-dtype", kv) if kv and peer == OURS else ()
     return tuple(
         System(peer, k.upper() + more, f"{model}-{k}.gguf", bits[k], options, kv) for k in kinds
     )

@@ -132,7 +132,9 @@ class Verdict:
 
 
 def allowed(line: Line, system: System) -> bool:
-    """Whether the line compares this system."""
+    """Whether the line compares this system: a peer as it comes, with its own kind of cache."""
+    if system.kv:
+        return False
     if line.only:
         return system.label == line.only
     return not line.bits or system.bits in line.bits

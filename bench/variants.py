@@ -26,6 +26,7 @@ from zerolayer.runtime_stub.driver_cpu import CodeObject, CpuEngine
 from zerolayer.runtime_stub.errors import UsageError, ZerolayerError
 from zerolayer.runtime_stub.step import SamplingParams, StepBatch
 
+MOST_STEPS = 64  #: of a turn; their tokens are the prompt's first ones
 GREEDY = SamplingParams()
 EMPTY: array[int] = array("i")
 
@@ -39,7 +40,7 @@ class Build:
         artifact = open_artifact(str(path))
         self.name = path.stem
         block = artifact.manifest["memory"]["kv_block_size"]
-        blocks = -(-(prompt + 64) // block)
+        blocks = -(-(prompt + MOST_STEPS) // block)
         code = CodeObject(artifact.member(artifact.manifest["code"]["path"]))
         self.engine = CpuEngine(code, weights, offset, nbytes, kv_blocks=blocks, n_threads=threads)
         self.blocks = array("i", range(blocks))
@@ -97,11 +98,15 @@ def load(paths: list[Path], threads: int, prompt: int = 512) -> list[Build]:
         size = shared.weights_size
         if weights[offset : offset + size] != theirs[start : start + other.weights_size]:
             raise UsageError(f"other weights than {paths[0]}", where=str(path))
-    longest = shared.manifest["limits"]["max_context"] - 64
-    if prompt > longest:
-        raise UsageError(
-            f"a prompt of {prompt} tokens is longer than {longest}", where=str(paths[0])
-        )
+    for path in paths:
+        context = open_artifact(str(path)).manifest["limits"]["max_context"]
+        if prompt + MOST_STEPS > context:
+            raise UsageError(
+                f"a prompt of {prompt} tokens and {MOST_STEPS} steps need more than its context of"
+                f" {context}",
+                where=str(path),
+                next_step="give a smaller --prompt",
+            )
     return [Build(p, weights, offset, shared.weights_size, threads, prompt) for p in paths]
 
 
@@ -114,9 +119,9 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=512, help="tokens before the first step")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    counts = (options.threads, options.rounds, options.prompt - 63, options.steps - 2)
-    if min(counts) < 1 or options.steps > 64:
-        parser.error("--threads and --rounds are at least 1, --prompt 64, --steps is in 3..64")
+    most = min(MOST_STEPS, options.prompt)
+    if min(options.threads, options.rounds, options.steps - 2) < 1 or options.steps > most:
+        parser.error(f"--threads and --rounds are at least 1, --steps is in 3..{most}")
     try:
         rows = run(
             load(options.artifacts, options.threads, options.prompt),

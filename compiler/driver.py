@@ -306,7 +306,7 @@ def _choose(request: CompileRequest, model: LoadedModel) -> _Choices:
         activations=activations,
         fusion=request.fusion or target.choice("fusion"),
         screen_head=(request.screen_head or "auto") if model.config is not None else "off",
-        # float32 activations promise the reference's tokens, so their cache is float32 too
+        # float32 activations promise the reference's tokens: so does their cache, unless told
         kv_dtype=request.kv_dtype or ("f32" if activations == "f32" else target.choice("kv_dtype")),
         max_context=request.max_context or 0,
         dims=tuple(sorted(dict(request.dims).items())),

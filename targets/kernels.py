@@ -96,10 +96,10 @@ def select(
         if near
         else "; the target has no kernel for this operator"
     )
-    cached = any(name == "kv_dtype" for name, _ in query.constants)
+    cache = any("cache" in why for _, why in near)
     raise UnsupportedError(
         f"no kernel for {wanted} on target {target}{nearest}",
         where=query.place,
-        next_step=f"choose another {'--kv-dtype, ' if cached else ''}--quantize or --activations, "
+        next_step=f"choose another {'--kv-dtype, ' if cache else ''}--quantize or --activations, "
         "or another target",
     )

@@ -75,6 +75,7 @@ def main(level: str) -> None:
         layers.test_rope,
         attention.test_attention,
         attention.test_attention_over_a_bf16_cache,
+        attention.test_what_a_q8_0_cache_keeps,
         layers.test_qkv_rope_cache,
         layers.test_elementwise,
     ]
@@ -92,6 +93,7 @@ def main(level: str) -> None:
             split.test_all_logits,
             split.test_the_choice_is_that_of_all_logits,
             attention.test_attention,
+            attention.test_what_a_q8_0_cache_keeps,
             layers.test_qkv_rope_cache,
         ]
     if level == "amx":  # what goes through tiles

@@ -17,8 +17,8 @@ sys.path.append(str(ROOT / "bench" / "runners"))
 
 import common  # noqa: E402
 
-from bench import measure, prompts  # noqa: E402
-from bench.matrix import OURS, SUITES  # noqa: E402
+from bench import measure, prompts, results  # noqa: E402
+from bench.matrix import LINES, OURS, SUITES  # noqa: E402
 from bench.sweep import SWEEP  # noqa: E402
 
 SUITE = {s.name: s for s in SUITES}
@@ -120,6 +120,23 @@ def test_a_kept_state_is_of_its_prompt(tmp_path: Path) -> None:
     names += [a for a in place.command(system, replace(suite, text=0)) if a.startswith("--state=")]
     assert names[0] == names[2] and len(set(names)) == 3
     assert all(name.startswith(f"--state={tmp_path}/models/{system.model}.8064.") for name in names)
+
+
+def test_a_peer_is_told_what_its_cache_keeps(tmp_path: Path) -> None:
+    """llama.cpp by an option, with a kept state of its own; ours is compiled with it.  No line
+    compares such a system with one that comes as it is."""
+    place = measure.Place(tmp_path, tmp_path / "results.jsonl")
+    suite = replace(SUITE["smollm2-8k"], text=0)
+    told = [s for s in suite.systems if s.kv]
+    assert [s.name for s in told] == ["zerolayer Q4_0, KV q8_0", "llama.cpp Q4_0, KV q8_0"]
+    ours, theirs = told
+    assert ours.artifact == "smollm2-135m-q4_0-q8_0.zla"
+    assert not [a for a in place.command(ours, suite) if a.startswith("--kv")]
+    assert "--kv=q8_0" in place.command(theirs, suite)
+    usual = replace(theirs, kv="")
+    states = [a for s in (theirs, usual) for a in place.command(s, suite) if "--state=" in a]
+    assert len(set(states)) == 2
+    assert not [line for line in LINES for s in told if results.allowed(line, s)]
 
 
 def test_our_runner_decodes_what_the_command_does(tiny_artifact: Path, tmp_path: Path) -> None:

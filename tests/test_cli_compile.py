@@ -152,12 +152,23 @@ def test_a_cache_of_8_bits(wide_heads: Path, tmp_path: Path) -> None:
     assert 1e-4 < manifest["numerics"]["logit_error"] < 0.05
 
 
+def test_half_a_cache_beside_float32_activations(wide_heads: Path, tmp_path: Path) -> None:
+    """The gate allows what rounding keys and values to f16 costs, and little more."""
+    out = tmp_path / "a.zla"
+    options = ("--target", "x86-64-v3", "--kv-dtype", "f16", "--activations", "f32", "-o", out)
+    assert zerolayer("compile", wide_heads, *options).code == 0
+    numerics = open_artifact(str(out)).manifest["numerics"]
+    assert numerics["bounds"]["name"] == "f16 cache, f32 activations"
+    assert numerics["bounds"]["kl"] == 1e-5 and numerics["logit_error"] < 1e-3
+
+
 @pytest.mark.parametrize(
     ("model", "kv_dtype", "why"),
     [
         ("tiny_llama", "q8_0", "head_dim = 16 is not a multiple of 32, which a q8_0 cache needs"),
         ("wide_heads", "bf16", "does not read a bf16 cache"),
     ],
+    ids=["heads", "instructions"],
 )
 def test_a_cache_that_the_target_has_no_kernel_for(
     request: pytest.FixtureRequest, tmp_path: Path, model: str, kv_dtype: str, why: str

@@ -6,13 +6,14 @@ References are float64.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 from cpu_harness import BLOCK, KV_BLOCK_BYTES, PLAIN, Batch, Kernels, floats, has, kernels_for
-from test_cpu_kernels_attention import F16, make_batch
+from test_cpu_kernels_attention import F16, KV_Q8_0, make_batch, stored_q8
 from test_cpu_kernels_linear import (
     BF16,
     F32,
@@ -166,11 +167,24 @@ def qkv_kernels(request: pytest.FixtureRequest) -> Kernels:
     indirect=["qkv_kernels"],
 )
 @pytest.mark.parametrize(
-    ("hd", "rd", "interleaved", "norm", "bias"),
-    [(64, 64, 0, 0, 1), (32, 16, 0, 1, 0), (48, 48, 1, 0, 0), (512, 64, 0, 0, 0)],
+    ("hd", "rd", "interleaved", "norm", "bias", "dtype"),
+    [
+        (64, 64, 0, 0, 1, F16),
+        (64, 64, 0, 1, 1, KV_Q8_0),
+        (32, 16, 0, 1, 0, F16),
+        (48, 48, 1, 0, 0, F16),
+        (512, 64, 0, 0, 0, F16),
+    ],
 )
 def test_qkv_rope_cache(
-    qkv_kernels: Kernels, name: str, hd: int, rd: int, interleaved: int, norm: int, bias: int
+    qkv_kernels: Kernels,
+    name: str,
+    hd: int,
+    rd: int,
+    interleaved: int,
+    norm: int,
+    bias: int,
+    dtype: int,
 ) -> None:
     """The fused kernel equals its parts: projections, head norm, rope, and what CacheWrite would
     store."""
@@ -219,7 +233,7 @@ def test_qkv_rope_cache(
             caches[0],
             caches[1],
         ],
-        [k, heads, kvh, hd, rd, interleaved, bs, F16, *kind],
+        [k, heads, kvh, hd, rd, interleaved, bs, dtype, *kind],
         [1e-6],
         batch,
     )
@@ -238,10 +252,25 @@ def test_qkv_rope_cache(
         want = np.zeros_like(caches[role])
         rows = parts[1 + role].astype(np.float32)
         arrays = [want, rows, batch.positions, None, None, want]
-        kernels.call("cache_write", t, arrays, [kvh, hd, bs, role, F16], batch=batch)
-        got = caches[role].view(np.float16).astype(np.float32)
-        expected = want.view(np.float16).astype(np.float32)
-        np.testing.assert_allclose(got, expected, rtol=2e-3, atol=1e-3)
+        kernels.call("cache_write", t, arrays, [kvh, hd, bs, role, dtype], batch=batch)
+        got, expected = caches[role], want
+        if dtype == KV_Q8_0:  # codes and scales of every position, a code's step apart at most
+            pairs = []
+            for cache in (got, expected):
+                blocks = cache.reshape(total, KV_BLOCK_BYTES)
+                places = itertools.product(range(total), range(kvh), range(bs))
+                parts_ = [stored_q8(blocks[b], h, at, hd, bs, role) for b, h, at in places]
+                pairs.append(tuple(np.stack(x) for x in zip(*parts_, strict=True)))
+            (codes, scales), (codes_, scales_) = pairs
+            np.testing.assert_allclose(scales, scales_, rtol=2e-3)
+            assert np.abs(codes.astype(int) - codes_).max() <= 1 and codes_.any()
+            continue
+        np.testing.assert_allclose(
+            got.view(np.float16).astype(np.float32),
+            expected.view(np.float16).astype(np.float32),
+            rtol=2e-3,
+            atol=1e-3,
+        )
 
 
 def test_cache_offsets_are_64_bit(kernels: Kernels) -> None:

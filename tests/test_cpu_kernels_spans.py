@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from cpu_harness import SLOTS_BYTES, TEMPLATES, Batch, Kernels, floats
 from test_cpu_kernels_attention import (
+    CACHES,
     CLOSE,
     F16,
     KV_BF16,
@@ -41,7 +42,11 @@ class Case:
     """Random keys, values and queries; each sequence's last ``n`` tokens are asked for."""
 
     def __init__(
-        self, ints: list[int], lengths: list[tuple[int, int]], softcap: float = 0.0
+        self,
+        ints: list[int],
+        lengths: list[tuple[int, int]],
+        softcap: float = 0.0,
+        level: str = "v3",
     ) -> None:
         self.ints, self.lengths, self.softcap = ints, lengths, softcap
         self.heads, self.kvh, self.hd, self.window, _, self.dtype = ints
@@ -49,7 +54,7 @@ class Case:
         size = self.kvh * self.hd
         self.ks = [floats(rng, p + n, size) for p, n in lengths]
         self.vs = [floats(rng, p + n, size) for p, n in lengths]
-        self.kernels = of_dtype(self.dtype)
+        self.kernels = of_dtype(self.dtype, level)
         self.batch, self.operands = filled(self.kernels, lengths, self.ks, self.vs, ints)
         self.rows = sum(n for _, n in lengths)
         self.q = floats(rng, self.rows, self.heads * self.hd)
@@ -100,11 +105,11 @@ def assert_same_bits(got: Any, want: Any, where: Any) -> None:
     assert (got.view(np.uint32) == want.view(np.uint32)).all(), where
 
 
-@pytest.mark.parametrize("dtype", [F32, F16, KV_BF16, KV_Q8_0])
+@pytest.mark.parametrize(("dtype", "level"), CACHES)
 @pytest.mark.parametrize("context", [1, 255, 256, 257, 511, 512, 513, 1024, 1025, 3000])
-def test_one_token(dtype: int, context: int) -> None:
+def test_one_token(dtype: int, level: str, context: int) -> None:
     """Right, and the same bits on any number of threads and as one of many tokens."""
-    case = Case([9, 3, 64, 0, 16, dtype], [(max(0, context - 21), min(context, 21))])
+    case = Case([9, 3, 64, 0, 16, dtype], [(max(0, context - 21), min(context, 21))], 0.0, level)
     many, want = case.run(2), case.want()
     assert np.abs(many - want).max() < CLOSE[dtype]
     last = slice(case.rows - 1, case.rows)

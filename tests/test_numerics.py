@@ -131,12 +131,15 @@ def test_company_must_not_change_a_bit() -> None:
 def test_the_loosest_row_counts() -> None:
     """Each figure of a compile's bounds is that of the row that allows most."""
     assert bounds_for("keep", "f32", "f32") is BY_ACTIVATIONS["f32"]
-    assert bounds_for("keep", "int8", "f16") is BY_ACTIVATIONS["int8"]
-    cache = bounds_for("keep", "f32", "q8_0")
-    assert (cache.name, cache.top1, cache.logits) == ("q8_0 cache, f32 activations", 0.98, 0.05)
+    for activations, cache in (("int8", "f16"), ("int8", "bf16"), ("bf16", "q8_0")):  # no looser
+        assert bounds_for("keep", activations, cache) is BY_ACTIVATIONS[activations]
+    q8 = bounds_for("keep", "f32", "q8_0")
+    assert (q8.name, q8.top1, q8.logits) == ("q8_0 cache, f32 activations", 0.98, 0.05)
     both = bounds_for("int4", "bf16", "q8_0")
-    assert both.name == "q8_0 cache, int4 weights, bf16 activations"
+    assert both.name == "int4 weights, bf16 activations"
     assert (both.top1, both.margin, both.kl, both.logits) == (0.8, 1.0, 0.8, 0.45)
+    both = bounds_for("bf16", "f32", "f16")
+    assert (both.name, both.logits) == ("bf16 weights, f32 activations", 0.05)
 
 
 def test_nothing_compared_is_no_pass() -> None:

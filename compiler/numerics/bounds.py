@@ -9,7 +9,7 @@ scale, a shifted block or a dropped column exceeds them by orders of magnitude.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -46,27 +46,36 @@ BY_QUANTIZATION = {
 }
 
 
-#: so does a cache that keeps less than the activations have; f16 stays within any of the above
+#: so does a KV cache of fewer bits than the activations have
 BY_CACHE = {
+    "f16": Bounds("f16 cache", top1=1.0, margin=1e-2, kl=1e-5, logits=2e-3, layer=2e-3),
     "bf16": Bounds("bf16 cache", top1=0.98, margin=0.3, kl=0.01, logits=0.05, layer=0.05),
     "q8_0": Bounds("q8_0 cache", top1=0.98, margin=0.3, kl=0.01, logits=0.05, layer=0.05),
 }
 
 
-def bounds_for(quantize: str, activations: str, kv_dtype: str = "") -> Bounds:
-    """The limits of a compile: the loosest, per figure, of its weights', its activations' and its
-    KV cache's row."""
-    rows = [BY_ACTIVATIONS[activations]]
-    for more in (BY_QUANTIZATION.get(quantize), BY_CACHE.get(kv_dtype)):
-        if more is not None:
-            rows.insert(0, more)
-    if len(rows) == 1:
-        return rows[0]
+def _looser(a: Bounds, b: Bounds, name: str) -> Bounds:
+    """Figure by figure the looser limit of two rows."""
     return Bounds(
-        name=", ".join([*(r.name for r in rows[:-1]), f"{rows[-1].name} activations"]),
-        top1=min(r.top1 for r in rows),
-        margin=max(r.margin for r in rows),
-        kl=max(r.kl for r in rows),
-        logits=max(r.logits for r in rows),
-        layer=max(r.layer for r in rows),
+        name,
+        top1=min(a.top1, b.top1),
+        margin=max(a.margin, b.margin),
+        kl=max(a.kl, b.kl),
+        logits=max(a.logits, b.logits),
+        layer=max(a.layer, b.layer),
     )
+
+
+def bounds_for(quantize: str, activations: str, kv_dtype: str = "") -> Bounds:
+    """The limits of a compile: the loosest, per figure, of its activations', its requantized
+    weights' and its KV cache's row.  A cache that loosens none is not named."""
+    bounds = BY_ACTIVATIONS[activations]
+    name = f"{bounds.name} activations"
+    if (weights := BY_QUANTIZATION.get(quantize)) is not None:
+        name = f"{weights.name}, {name}"
+        bounds = _looser(bounds, weights, name)
+    if (cache := BY_CACHE.get(kv_dtype)) is not None:
+        both = _looser(bounds, cache, f"{cache.name}, {name}")
+        if replace(both, name=bounds.name) != bounds:
+            bounds = both
+    return bounds

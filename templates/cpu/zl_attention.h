@@ -74,7 +74,8 @@ ZL_KERNEL void zl_cache_put_bf16(const float *x, char *base, int64_t at, int64_t
 }
 
 /* one head's row x[hd], hd a multiple of 32, into a q8_0 cache; base is the head's data in the block.  A scale is
- * max|x| / 127, rounded to f16, and codes are relative to the rounded one.  NaN or infinity: the scale is it. */
+ * max|x| / 127, rounded to f16, and codes are relative to the rounded one.  A scale that is not finite (of NaN, infinity,
+ * or more than 127 x 65504) is NaN: a sign of infinity would be lost, and a key with the wrong one weighs nothing. */
 ZL_KERNEL void zl_cache_put_q8(const float *x, char *base, int64_t at, int64_t head_dim, int role) {
   char *piece = base + at / 16 * 17 * head_dim;
   const int64_t lane = at % 16;
@@ -83,7 +84,7 @@ ZL_KERNEL void zl_cache_put_q8(const float *x, char *base, int64_t at, int64_t h
     const float top = zl_hmax_abs((v16f)__builtin_elementwise_max((v16i)zl_abs(two[0]), (v16i)zl_abs(two[1])));
     const v16u16 half = zl_to_half(zl_set(top / 127.0f));
     const float scale = zl_load_half(&half)[0], inverse = scale > 0.0f && scale < __builtin_inff() ? 1.0f / scale : 0.0f;
-    const uint16_t bits = half[0];
+    const uint16_t bits = scale < __builtin_inff() ? half[0] : 0x7e00;
     memcpy(piece + 16 * head_dim + (d / 32 * 16 + lane) * 2, &bits, 2);
     int8_t codes[32];
     ZL_UNROLL
@@ -101,12 +102,12 @@ ZL_KERNEL void zl_cache_put_q8(const float *x, char *base, int64_t at, int64_t h
 /* one head's row x[hd] into the cache at (block, offset in block) */
 ZL_KERNEL void zl_cache_put(const float *x, char *block, int64_t kv_head, int64_t at, int64_t head_dim,
                             int64_t block_size, int role, int kv_dtype) {
-  const int64_t bytes = zl_kv_bytes(kv_dtype);
   char *base = block + kv_head * zl_kv_head_bytes(head_dim, block_size, kv_dtype);
   if (kv_dtype == ZL_KV_Q8_0) {
     zl_cache_put_q8(x, base, at, head_dim, role);
     return;
   }
+  const int64_t bytes = zl_kv_bytes(kv_dtype);
   if (kv_dtype == ZL_KV_BF16) {
     zl_cache_put_bf16(x, base, at, head_dim, block_size, role);
     return;

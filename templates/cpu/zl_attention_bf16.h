@@ -21,12 +21,7 @@
 ZL_KERNEL v16f zl_exp2_low(v16f x) {
   x = zl_max(zl_set(-200.0f), x);
   v16f n = zl_round_even(x), f = x - n;
-  v16f p = zl_set(0x1.3a02ccp-7f);
-  p = zl_fma(p, f, zl_set(0x1.c9fc46p-5f));
-  p = zl_fma(p, f, zl_set(0x1.ec0378p-3f));
-  p = zl_fma(p, f, zl_set(0x1.62e12cp-1f));
-  p = zl_fma(p, f, zl_set(1.0f));
-  return zl_scale2(p, n);
+  return zl_scale2(zl_exp2_part(f), n);
 }
 
 /* by * x[n] -> pairs[n / 2]; n even */

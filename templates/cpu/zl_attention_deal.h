@@ -47,18 +47,15 @@ ZL_KERNEL void zl_attention_one(const zl_task *t, const zl_attention_io *io, con
   _Alignas(64) uint32_t pairs[ZL_QUERIES * ZL_MAX_HEAD_DIM / 2];
   for (int64_t i = 0; a->kv_dtype == ZL_KV_Q8_0 && i < tile.n; i++) {
     tile.pairs[i] = pairs + i * (hd / 2);
-    tile.unit[i] = zl_query_q8(a, tile.q[i], pairs + i * (hd / 2));
+    tile.unit[i] = zl_query_q8(tile.q[i], a->scale, pairs + i * (hd / 2), hd);
   }
 #if defined(__AVX512BF16__)
   for (int64_t i = 0; a->kv_dtype == ZL_KV_BF16 && i < tile.n; i++) {
     tile.pairs[i] = pairs + i * (hd / 2);
     zl_pairs(tile.q[i], zl_query_scale(a), pairs + i * (hd / 2), hd);
   }
+  for (int64_t i = tile.n; i % 4; i++) tile.pairs[i] = pairs;
 #endif
-  for (int64_t i = tile.n; i % 4; i++) {
-    tile.pairs[i] = pairs;
-    tile.unit[i] = tile.unit[0];
-  }
   if (cut->parts > 1) total.out = (float *)(void *)(cut->slots + cut->part * zl_slot_bytes(cut->heads, hd));
   zl_attend(t, a, &tile, cut, io->k, io->v, &total, &part);
   if (cut->parts > 1 && !zl_meet(a, cut, &total, &part)) return;

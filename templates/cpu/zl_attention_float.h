@@ -1,6 +1,6 @@
 /* Attention over an f32 or f16 cache: one chunk of positions at a time, in float32.
  *
- * In: zl_attention.h's types.  Out: zl_scores, zl_softmax_chunk, zl_weigh, and without AVX-512
+ * In: zl_attention.h's types.  Out: zl_scores, zl_mask_scores, zl_softmax_chunk, zl_weigh, and without AVX-512
  * zl_scores_many and zl_weigh_many.  Next file: zl_attention.h.
  *
  * The next chunk is asked for line by line in the order of its addresses, each line once and evenly over the loops: a core
@@ -74,7 +74,9 @@ ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const f
 
 /* The scores of one query times `by`, capped, masked positions -inf; returns the largest.  Positions lo .. hi of the chunk
  * are attended to. */
-ZL_KERNEL float zl_mask_scores(const zl_attention_shape *a, float by, float *s, int64_t vectors, int32_t lo, int32_t hi) {
+ZL_KERNEL float zl_mask_scores(const zl_attention_shape *a, float by, float *s, int64_t vectors, int64_t lo64, int64_t hi64) {
+  const int32_t lo = (int32_t)(lo64 < 0 ? 0 : lo64 > ZL_CHUNK ? ZL_CHUNK : lo64);
+  const int32_t hi = (int32_t)(hi64 > ZL_CHUNK ? ZL_CHUNK : hi64 < -1 ? -1 : hi64);
   const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int all = lo == 0 && hi >= 16 * vectors - 1;
   v16f m = zl_set(-__builtin_inff());
@@ -97,11 +99,7 @@ ZL_KERNEL float zl_mask_scores(const zl_attention_shape *a, float by, float *s, 
 ZL_KERNEL void zl_softmax_chunk(const zl_attention_shape *a, int QB, float s[][ZL_CHUNK], int64_t vectors, int64_t c0,
                                 const int64_t *from, const int64_t *last, float *max, float *sum, float *factor) {
   float now[16], base[16], total[16];
-  for (int i = 0; i < QB; i++) {
-    const int64_t lo = from[i] - c0, hi = last[i] - c0;
-    now[i] = zl_mask_scores(a, a->scale, s[i], vectors, (int32_t)(lo < 0 ? 0 : lo > ZL_CHUNK ? ZL_CHUNK : lo),
-                            (int32_t)(hi > ZL_CHUNK ? ZL_CHUNK : hi < -1 ? -1 : hi));
-  }
+  for (int i = 0; i < QB; i++) now[i] = zl_mask_scores(a, a->scale, s[i], vectors, from[i] - c0, last[i] - c0);
   const v16f before = zl_load_n(max, QB), top = zl_max(zl_load_n(now, QB), before);
   const v16f none = zl_set(-__builtin_inff()); /* nothing to attend to yet */
   const v16f floor = zl_select((v16i)(top == none), zl_set(0.0f), top), f = zl_exp(before - floor);
@@ -168,10 +166,9 @@ ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[
 }
 
 #if !ZL_AVX512
-/* Queries whose sums, one vector of 16 each, fill the registers beside a vector of keys or values.  Many queries, as of a
- * prompt, find both in the first caches and ask for nothing.  Twelve chains of multiply-adds do not wait for each other,
- * as the eight of four queries do: ZL_MANY_QUERIES.
- * zl_scores of ZL_MANY_QUERIES */
+/* zl_scores of ZL_MANY_QUERIES.  Their sums, one vector of 16 each, fill the registers beside a vector of keys or values.
+ * Many queries, as of a prompt, find both in the first caches and ask for nothing.  Twelve chains of multiply-adds do not
+ * wait for each other, as the eight of four queries do. */
 ZL_KERNEL void zl_scores_many(const zl_attention_shape *a, const float *const *q, const zl_chunk_at *at,
                               int64_t vectors, float s[][ZL_CHUNK]) {
   const int64_t step = a->block_size * zl_kv_bytes(a->kv_dtype);

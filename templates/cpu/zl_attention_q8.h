@@ -1,16 +1,16 @@
 /* Attention over a cache of 8-bit codes: keys and values as Q8_0, a scale for 32 neighbouring elements of a position.
  *
- * In: zl_attention.h's types, zl_mask_scores.  Out: zl_query_q8, zl_chunk_q8.  Next file:
- * zl_attention.h.
+ * In: zl_attention.h's types, zl_attention_float.h's zl_mask_scores, zl_math.h, zl_quantize.h's zl_fold8_max_wide.
+ * Out: zl_query_q8, zl_chunk_q8.  Next file: zl_attention.h.
  *
  * A head's share of a block is a row of pieces of 16 positions, each 17 head_dim bytes that lie together:
  *     K  i8  [head_dim / 2][16][2]   lane = position, pair = elements (2 i, 2 i + 1)
  *     V  i8  [8][head_dim][2]        lane = element, pair = positions (2 i, 2 i + 1)
- *     then of either the scales, f16 [head_dim / 32][16]
+ *     then of either the scales, f16 [head_dim / 32][16]; zl_cache_put_q8 in zl_attention.h writes it
  * Codes are widened to 16 bits and multiplied in pairs (vpmaddwd: on AVX2 twice the multiply-adds of float32 an
  * instruction).  A query is rounded to 16 bits once, probabilities times the values' scales chunk by chunk, both
- * relative to their largest: what is lost there is a hundredth of what the codes have lost.  Sums are exact:
- * 64 x 127 x 32767 < 2^31.
+ * relative to their largest: an element of a query loses 1/65,534 of the largest where a code loses 1/254, a chunk's
+ * probabilities together 64/65,534 of the largest at worst.  Sums are exact: 64 x 127 x 32767 < 2^31.
  */
 #ifndef ZL_ATTENTION_Q8_H
 #define ZL_ATTENTION_Q8_H
@@ -20,18 +20,18 @@
 /* Pieces of 16 positions whose sums are kept in registers at a time. */
 #define ZL_Q8_PIECES (ZL_AVX512 ? 4 : 1)
 
-/* q[hd] -> pairs[hd / 2] of 16 bits; returns what their products are multiplied by, the scores' scale included */
-ZL_KERNEL float zl_query_q8(const zl_attention_shape *a, const float *q, uint32_t *pairs) {
+/* by * q[n] -> pairs[n / 2] of 16 bits; returns what their products are multiplied by, more than 0: 0 times a masked
+ * score, -infinity, would be NaN */
+ZL_KERNEL float zl_query_q8(const float *q, float by, uint32_t *pairs, int64_t n) {
   v16i top = {0};
-  for (int64_t d = 0; d < a->head_dim; d += 16) top = __builtin_elementwise_max(top, (v16i)zl_abs(zl_load(q + d)));
+  for (int64_t d = 0; d < n; d += 16) top = __builtin_elementwise_max(top, (v16i)zl_abs(zl_load(q + d) * by));
   const float most = zl_hmax_abs((v16f)top), inverse = most < 0x1p-100f ? 0.0f : ZL_Q8_TOP / most;
-  for (int64_t d = 0; d < a->head_dim; d += 16) zl_store_s16(pairs + d / 2, zl_round_to_int(zl_load(q + d) * inverse));
-  const float unit = most / ZL_Q8_TOP * a->scale;
-  return unit < 0x1p-126f ? 0x1p-126f : unit; /* 0 times a masked score would be none */
+  for (int64_t d = 0; d < n; d += 16) zl_store_s16(pairs + d / 2, zl_round_to_int(zl_load(q + d) * by * inverse));
+  return most < 0x1p-100f ? 0x1p-126f : most / ZL_Q8_TOP;
 }
 
 /* s[i][16 v ..] = scores of QB queries for the 16 positions of piece at->k[v], but for each query's factor; fetch: asks
- * for the next chunk's keys meanwhile, a line for every two pairs of elements and two lines for the scales */
+ * for the next chunk's keys meanwhile, a line for every two pairs of elements and one for the scales of 64 */
 ZL_KERNEL void zl_scores_q8(const zl_attention_shape *a, int QB, int fetch, const uint32_t *const *q,
                             const zl_chunk_at *at, int64_t vectors, float s[][ZL_CHUNK]) {
   const int64_t hd = a->head_dim, turns = (vectors + ZL_Q8_PIECES - 1) / ZL_Q8_PIECES * ZL_Q8_PIECES;
@@ -66,9 +66,9 @@ ZL_KERNEL void zl_scores_q8(const zl_attention_shape *a, int QB, int fetch, cons
       }
       ZL_UNROLL
       for (int w = 0; w < ZL_Q8_PIECES; w++) {
-        if (v + w >= vectors) break;
         for (int64_t i = v + w; fetch && d % 64 == 0 && i < ZL_CHUNK / 16; i += turns)
           zl_fetch((uintptr_t)at->next_k[i] + (uintptr_t)(16 * hd + d), fetch);
+        if (v + w >= vectors) break;
         const v16f scale = zl_load_half(p[w] + 16 * hd + d);
         ZL_UNROLL
         for (int i = 0; i < QB; i++) {
@@ -81,25 +81,20 @@ ZL_KERNEL void zl_scores_q8(const zl_attention_shape *a, int QB, int fetch, cons
   }
 }
 
-/* 2^x for x <= 0, relative error 3e-6, 2^0 is 1; 0 below -126, NaN stays NaN */
+/* 2^x for x <= 0, relative error 3e-6 (measured by tests/test_cpu_kernels_attention.py), 2^0 is 1; 0 below -126, NaN stays
+ * NaN */
 ZL_KERNEL v16f zl_exp2_q8(v16f x) {
   const v16f magic = zl_set(0x1.8p23f + 127.0f); /* added: the nearest integer in the low bits, biased as an exponent */
   const v16i seen = ~(v16i)(x < -126.0f);
   const v16f t = zl_max(zl_set(-126.0f), x) + magic, f = zl_max(zl_set(-126.0f), x) - (t - magic);
-  v16f p = zl_set(0x1.3a02ccp-7f); /* coefficients of zl_exp2_low */
-  p = zl_fma(p, f, zl_set(0x1.c9fc46p-5f));
-  p = zl_fma(p, f, zl_set(0x1.ec0378p-3f));
-  p = zl_fma(p, f, zl_set(0x1.62e12cp-1f));
-  p = zl_fma(p, f, zl_set(1.0f));
-  return (v16f)((v16i)(p * (v16f)((v16i)t << 23)) & seen);
+  return (v16f)((v16i)(zl_exp2_part(f) * (v16f)((v16i)t << 23)) & seen);
 }
 
 /* Scores of one query: those of positions that it does not attend to -inf, and where they are capped, times `unit` and
  * capped; returns the largest. */
 ZL_KERNEL float zl_top_q8(const zl_attention_shape *a, float unit, float *s, int64_t vectors, int64_t lo, int64_t hi) {
   if (a->softcap > 0.0f || lo > 0 || hi < 16 * vectors - 1)
-    return zl_mask_scores(a, a->softcap > 0.0f ? unit : 1.0f, s, vectors, (int32_t)(lo < 0 ? 0 : lo > ZL_CHUNK ? ZL_CHUNK : lo),
-                          (int32_t)(hi > ZL_CHUNK ? ZL_CHUNK : hi < -1 ? -1 : hi));
+    return zl_mask_scores(a, a->softcap > 0.0f ? unit : 1.0f, s, vectors, lo, hi);
   v16f m = zl_load(s);
   for (int64_t v = 1; v < vectors; v++) m = zl_max(m, zl_load(s + 16 * v));
   return zl_hmax(m);

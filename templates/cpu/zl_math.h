@@ -1,6 +1,6 @@
 /* Elementary functions on 16 lanes.
  *
- * In: zl_simd.h.  Out: zl_exp, zl_sigmoid, zl_tanh, zl_normal_cdf, zl_activate, zl_act_times, zl_sincos.  Next file:
+ * In: zl_simd.h.  Out: zl_exp, zl_exp2_part, zl_sigmoid, zl_tanh, zl_normal_cdf, zl_activate, zl_act_times, zl_sincos.  Next file:
  * zl_weights.h.
  *
  * Errors against the exact value, over all finite floats (measured by tests/test_cpu_kernels_layers.py):
@@ -22,6 +22,15 @@ ZL_KERNEL v16f zl_scale2(v16f p, v16f n) {
   v16f a = (v16f)((half + 127) << 23), b = (v16f)((i - half + 127) << 23);
   return p * a * b;
 #endif
+}
+
+/* 2^f for |f| <= 1/2, relative error 3e-6; 2^0 is 1 exactly */
+ZL_KERNEL v16f zl_exp2_part(v16f f) {
+  v16f p = zl_set(0x1.3a02ccp-7f);
+  p = zl_fma(p, f, zl_set(0x1.c9fc46p-5f));
+  p = zl_fma(p, f, zl_set(0x1.ec0378p-3f));
+  p = zl_fma(p, f, zl_set(0x1.62e12cp-1f));
+  return zl_fma(p, f, zl_set(1.0f));
 }
 
 /* e^x; overflows to infinity, underflows gradually, NaN stays NaN, e^-inf = 0 */
