@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zerolayer.compiler.artifact import writer
+from zerolayer.compiler.artifact import output, writer
 from zerolayer.compiler.artifact.writer import WeightEntry, Written, write_artifact
 from zerolayer.runtime_stub.container import open_artifact
 from zerolayer.runtime_stub.errors import IntegrityError, ResourceError, UsageError
@@ -224,7 +224,7 @@ def test_a_killed_build_leaves_nothing_usable(number: signal.Signals, tmp_path: 
     process = _start_slow(out)
     assert len(leftovers(tmp_path)) == 1
     write(tmp_path / "y.zla")  # another output's build does not touch it
-    assert writer.remove_stale(out) == []  # nor does anyone while its build lives
+    assert output.remove_stale(out) == []  # nor does anyone while its build lives
     process.send_signal(number)
     assert process.wait(20) != 0
     assert process.stdout is not None

@@ -12,35 +12,26 @@ the next build.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import queue
-import secrets
-import shutil
-import signal
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from zerolayer.runtime_stub import layout
-from zerolayer.runtime_stub.errors import ResourceError, UsageError
+from zerolayer.runtime_stub.errors import UsageError
 from zerolayer.runtime_stub.layout import HEADER_BYTES, SECTION_ALIGN, TENSOR_ALIGN, align_up
 
-#: anything with the buffer protocol, C-contiguous
-Chunk: TypeAlias = bytes | bytearray | memoryview
+from .output import Blocks, Chunk, Output, temporary, write
+
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 _IN_FLIGHT = 64 << 20  # bytes between packing and writing; one larger tensor may still pass
-_BLOCK = 2 << 20  # a huge page of x86-64 and of Arm with 4 KiB pages
-_WRITE = 4 * _BLOCK
 
 
 @dataclass(frozen=True)
@@ -86,18 +77,6 @@ class _Section:
     offset: int  # from the start of the weights region
     size: int  # with padding
     tensors: tuple[tuple[WeightEntry, int], ...]  # (entry, offset from the region's start)
-
-
-@dataclass
-class _Output:
-    """The temporary file and what is known about it so far."""
-
-    fd: int
-    path: Path
-    needed: int
-    written: int = 0
-    hashes: list[str] = field(default_factory=list)
-    whole: Any = field(default_factory=hashlib.sha256)  # of the file, header page first
 
 
 class Written(NamedTuple):
@@ -210,7 +189,7 @@ def write_artifact(
     region = sections[-1].offset + sections[-1].size if sections else 0
     header = header_page(header_text)
     needed = HEADER_BYTES + region + sum(len(m) + 512 for m in members.values()) + (1 << 20)
-    with _temporary(out, needed) as output:
+    with temporary(out, needed) as output:
         os.lseek(output.fd, HEADER_BYTES, os.SEEK_SET)
         output.written = HEADER_BYTES
         output.whole.update(header)
@@ -225,10 +204,10 @@ def write_artifact(
             manifest or {}, everything, sections, output.hashes, header
         )
         for piece in zip_bytes({**everything, layout.MANIFEST: complete}):
-            _write(output, piece)
+            write(output, piece)
         sha256 = output.whole.hexdigest()
         os.lseek(output.fd, 0, os.SEEK_SET)
-        _write(output, header)
+        write(output, header)
     return Written(digest, sha256)
 
 
@@ -359,13 +338,13 @@ class _Pipe:
 
 
 def _write_weights(
-    output: _Output, sections: Sequence[_Section], region: int, progress: Progress | None
+    output: Output, sections: Sequence[_Section], region: int, progress: Progress | None
 ) -> None:
     pipe = _Pipe()
 
     def drain() -> None:
         chunks = pipe.chunks()
-        blocks = _Blocks(output)
+        blocks = Blocks(output)
         try:
             for section in sections:
                 hasher = hashlib.sha256()
@@ -430,184 +409,3 @@ def _produced(entry: WeightEntry) -> Iterator[memoryview]:
         raise UsageError(
             f"weight {entry.name}: packing gave {count} bytes, but {entry.nbytes} were planned"
         )
-
-
-# -- the file --------------------------------------------------------------------------------------
-
-
-class _Blocks:
-    """Writes in whole blocks of the file, aligned, whatever the pieces that come in.
-
-    Linux keeps what one such write brings as one huge page where the file system can.  A process
-    that maps the artifact takes one page fault for it then, instead of 32 or more: at 630 MB of
-    weights they were a fifth of the time from process start to first token.
-    """
-
-    def __init__(self, output: _Output) -> None:
-        self._output = output
-        self._held = bytearray()  # less than a block, behind what is in the file
-
-    def write(self, data: memoryview) -> None:
-        """Takes ``data`` behind all that came before."""
-        at = self._output.written + len(self._held)
-        whole = (at + data.nbytes) // _BLOCK * _BLOCK - at  # bytes of ``data`` that end a block
-        if whole <= 0:
-            self._held += data
-            return
-        if self._held:
-            first = -at % _BLOCK
-            self._held += data[:first]
-            self.flush()
-            data, whole = data[first:], whole - first
-        _write(self._output, data[:whole])
-        self._held += data[whole:]
-
-    def flush(self) -> None:
-        """Writes what is held, whole block or not."""
-        held, self._held = self._held, bytearray()
-        _write(self._output, held)
-
-
-def _write(output: _Output, data: Chunk) -> None:
-    """Writes all of ``data`` at the current position, in pieces that end with a block."""
-    view = memoryview(data)
-    output.whole.update(view)
-    while view:
-        try:
-            count = os.write(output.fd, view[: _WRITE - output.written % _BLOCK])
-        except OSError as e:
-            raise _disk_error(e, output) from None
-        output.written += count
-        view = view[count:]
-
-
-def _disk_error(error: OSError, output: _Output) -> Exception:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        try:
-            free = shutil.disk_usage(output.path.parent).free
-        except OSError:
-            free = 0
-        return ResourceError(
-            f"cannot write the artifact: {error.strerror} after {output.written} of about "
-            f"{output.needed} bytes ({free} bytes are free)",
-            where=str(output.path.parent),
-            next_step="free disk space or write to another folder with -o",
-        )
-    return ResourceError(
-        f"cannot write the artifact: {error.strerror or error}", where=str(output.path.parent)
-    )
-
-
-@contextlib.contextmanager
-def _temporary(out: Path, needed: int) -> Iterator[_Output]:
-    """A locked temporary file beside ``out`` that becomes ``out`` when the block succeeds."""
-    folder = out.parent
-    if not folder.is_dir():
-        raise UsageError(
-            f"the folder {folder} does not exist", where=str(out), next_step="create it first"
-        )
-    if out.exists() and not out.is_file():
-        raise UsageError(
-            "the output exists and is not a file", where=str(out), next_step="name a file with -o"
-        )
-    remove_stale(out)
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ResourceError(
-            f"the artifact needs about {needed} bytes on disk, but {free} are free",
-            where=str(folder),
-            next_step="free disk space or write to another folder with -o",
-        )
-    output = _create(out, needed)
-    try:
-        with _terminable():
-            yield output
-            try:
-                os.fsync(output.fd)
-                output.path.replace(out)
-                _sync_folder(folder)
-            except OSError as e:
-                raise _disk_error(e, output) from None
-    except BaseException:
-        output.path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(output.fd)
-
-
-def _create(out: Path, needed: int) -> _Output:
-    """Creates and locks the temporary file.
-
-    Another build's :func:`remove_stale` may delete it between creation and locking; then try again.
-    """
-    while True:
-        path = out.with_name(f".{out.name}.{secrets.token_hex(6)}.partial")
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o755)
-        except OSError as e:
-            raise UsageError(
-                f"cannot create a file there: {e.strerror}",
-                where=str(out),
-                next_step="choose another place with -o",
-            ) from None
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        try:
-            if path.stat().st_ino == os.fstat(fd).st_ino:
-                return _Output(fd, path, needed)
-        except FileNotFoundError:
-            pass
-        os.close(fd)
-
-
-def remove_stale(out: Path) -> list[Path]:
-    """Removes temporary files of builds of ``out`` that died; returns them.
-
-    A living build holds a lock on its own, so it is left alone.
-    """
-    removed: list[Path] = []
-    prefix, suffix = f".{out.name}.", ".partial"
-    for path in sorted(out.parent.iterdir()):
-        name = path.name
-        if not (name.startswith(prefix) and name.endswith(suffix)):
-            continue
-        if len(name) != len(prefix) + 12 + len(suffix) or path.is_symlink():
-            continue
-        with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-                removed.append(path)
-            finally:
-                os.close(fd)
-    return removed
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Turns SIGTERM into an exception so that the temporary file is removed."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
-        yield
-        return
-
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
