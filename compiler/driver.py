@@ -127,7 +127,7 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
     _warn_not_quantized(graph, choices.quantize, warnings)
     with progress.stage("lower"):
         program = _program(request, choices, model, graph)
-        need = memory_need(program)
+        need = memory_need(program, model.config.max_context if model.config else 0)
         predicted = _predictions(program, request.target)
     if choices.screen_head == "on" and not _is_screened(program):
         why = why_not(graph) or "the target has no kernel for it"

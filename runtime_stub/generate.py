@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 
-from .errors import InputFileError, UsageError
+from .errors import InputFileError, ResourceError, UsageError
 from .options import PROFILE, THREADS, Option, integer, number, size, token_ids, word
 from .step import SamplingParams
 
@@ -63,11 +63,13 @@ GENERATE = [
 
 
 class Prompt:
-    """One request: token ids, the text they came from (None when ids were given)."""
+    """One request: token ids, the text they came from (None when ids were given), and for messages
+    where it was given."""
 
-    def __init__(self, ids: list[int], text: Optional[str]) -> None:
+    def __init__(self, ids: list[int], text: Optional[str], where: str) -> None:
         self.ids = ids
         self.text = text
+        self.where = where
         self.stream: Optional[TextStream] = None
         self.sequence: Optional[Sequence] = None
 
@@ -135,11 +137,11 @@ def _from_text(session: Session, text: str, values: Values, where: str) -> Promp
     if values["raw"] or not codec.has_template:
         if values["system"] is not None:
             raise UsageError("--system needs the chat template", next_step="drop --raw or --system")
-        return Prompt(codec.encode(text, raw=True), text)
+        return Prompt(codec.encode(text, raw=True), text, where)
     messages = [{"role": "user", "content": text}]
     if values["system"] is not None:
         messages.insert(0, {"role": "system", "content": values["system"]})
-    return Prompt(codec.encode(codec.render(messages), raw=False), text)
+    return Prompt(codec.encode(codec.render(messages), raw=False), text, where)
 
 
 def _from_ids(session: Session, ids: list[int], where: str) -> Prompt:
@@ -151,7 +153,7 @@ def _from_ids(session: Session, ids: list[int], where: str) -> Prompt:
                 f"token id {str(i)[:30]} is outside the vocabulary of {session.vocab_size}",
                 where=where,
             )
-    return Prompt(ids, None)
+    return Prompt(ids, None, where)
 
 
 def _from_file(session: Session, path: str, values: Values) -> list[Prompt]:
@@ -249,13 +251,19 @@ def _submit(
             on_token = push_to(stream)
         elif live:
             on_token = _write_id
-        prompt.sequence = scheduler.add(
-            prompt.ids,
-            sampling=sampling,
-            max_new_tokens=count,
-            stop_ids=(*eos, *stop_ids),
-            on_token=on_token,
-        )
+        try:
+            prompt.sequence = scheduler.add(
+                prompt.ids,
+                sampling=sampling,
+                max_new_tokens=count,
+                stop_ids=(*eos, *stop_ids),
+                on_token=on_token,
+            )
+        except ResourceError as e:  # --kv-memory holds less than the model's context
+            plan = session.memory
+            least = plan.blocks_for(len(prompt.ids) + 1) * plan.block_bytes
+            step = f"shorten the prompt or use --kv-memory {least} or more"
+            raise ResourceError(e.what, where=prompt.where, next_step=step) from None
 
 
 def push_to(stream: TextStream) -> Callable[[Sequence, int], bool]:
@@ -340,7 +348,7 @@ def run_generate(session: Session, values: Values, as_json: bool) -> dict[str, A
             raise UsageError(
                 f"the prompt has {len(prompt.ids)} tokens, the context holds {context} with at "
                 "least one of them new",
-                where=session.path,
+                where=prompt.where,
                 next_step="shorten the prompt",
             )
     lengths = sorted((min(context, len(p.ids) + count) for p in prompts), reverse=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 
-from .errors import IntegrityError, UnsupportedError, UsageError
+from .errors import IntegrityError, ResourceError, UnsupportedError, UsageError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -373,10 +373,22 @@ class Session:
             blocks = kv_memory // plan.block_bytes
             if blocks < 1:
                 raise UsageError(
-                    f"--kv-memory {kv_memory} bytes is less than one KV block "
-                    f"({plan.block_bytes} bytes)"
+                    f"--kv-memory {kv_memory} bytes is less than one KV block",
+                    where=self.path,
+                    next_step=f"use --kv-memory {plan.block_bytes} or more",
                 )
-            plan.require(blocks * plan.block_size, self.path)
+            if blocks > plan.largest_blocks:
+                from .memory import human
+
+                raise ResourceError(
+                    f"--kv-memory {kv_memory} bytes are more than is free: "
+                    f"{human(plan.available)} are available, {human(plan.fixed)} of them for "
+                    "weights, workspace and loader",
+                    where=self.path,
+                    next_step=f"use --kv-memory {plan.largest_blocks * plan.block_bytes} or less"
+                    if plan.largest_blocks
+                    else "free memory",
+                )
             return min(blocks, (1 << 31) - 1)
         plan.require(longest, self.path)
         return max(plan.blocks_for(longest), min(plan.blocks_for(wanted), plan.largest_blocks))

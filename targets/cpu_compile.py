@@ -17,7 +17,7 @@ import tempfile
 from importlib import metadata, util
 from pathlib import Path
 
-from zerolayer.runtime_stub.errors import UnsupportedError, ZerolayerError
+from zerolayer.runtime_stub.errors import ResourceError, UnsupportedError, ZerolayerError
 
 from .elf import EM_AARCH64, EM_X86_64, SharedObject, read_shared_object
 from .facts import Target
@@ -80,31 +80,25 @@ def tool_versions() -> tuple[tuple[str, str], ...]:
 
 
 def compile_shared_object(source: str, target: Target, work_dir: Path | None = None) -> bytes:
-    """The shared object of ``source``, checked.  ``work_dir`` holds zig's caches.
+    """The shared object of ``source``, checked.  ``work_dir`` holds zig's caches; where its disk is
+    full, a temporary folder does.
 
-    Raises UnsupportedError when there is no compiler, BuildError when it fails.
+    Raises UnsupportedError when there is no compiler, ResourceError when the temporary folder's
+    disk is full, BuildError when the compiler fails.
     """
     zig = _zig()
     with tempfile.TemporaryDirectory(prefix="zerolayer-") as folder:
         place = Path(folder)
-        (place / "module.c").write_text(source, "utf-8")
-        command = [str(zig), "cc", *cpu_flag(target), "-o", "module.so", "module.c"]
         try:
-            done = subprocess.run(
-                command,
-                cwd=place,
-                env=_environment(work_dir or place),
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=TIMEOUT_S,
-                check=False,
-                stdin=subprocess.DEVNULL,
-            )
-        except subprocess.TimeoutExpired:
-            raise BuildError(f"the C compiler took more than {TIMEOUT_S} s") from None
+            (place / "module.c").write_text(source, "utf-8")
         except OSError as e:
-            raise BuildError(f"the C compiler cannot be run: {e}") from None
+            raise _no_room(place, e.strerror or str(e)) from None
+        command = [str(zig), "cc", *cpu_flag(target), "-o", "module.so", "module.c"]
+        done = _run(command, place, work_dir or place)
+        if _is_full(done) and work_dir is not None:
+            done = _run(command, place, place)
+        if _is_full(done):
+            raise _no_room(place, "No space left on device")
         if done.returncode != 0:
             lines = [
                 x for x in done.stderr.splitlines() if "error" in x
@@ -115,6 +109,40 @@ def compile_shared_object(source: str, target: Target, work_dir: Path | None = N
         data = (place / "module.so").read_bytes()
     check_object(data, target)
     return data
+
+
+def _run(command: list[str], place: Path, work_dir: Path) -> subprocess.CompletedProcess[str]:
+    """The compiler in the folder ``place``, its caches in ``work_dir``."""
+    try:
+        return subprocess.run(
+            command,
+            cwd=place,
+            env=_environment(work_dir),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"the C compiler took more than {TIMEOUT_S} s") from None
+    except OSError as e:
+        raise BuildError(f"the C compiler cannot be run: {e}") from None
+
+
+def _is_full(done: subprocess.CompletedProcess[str]) -> bool:
+    """Whether it failed for want of disk space: zig's words or clang's."""
+    said = ("NoSpaceLeft", "No space left", "DiskQuota", "Disk quota exceeded")
+    return done.returncode != 0 and any(word in done.stderr for word in said)
+
+
+def _no_room(place: Path, why: str) -> ResourceError:
+    return ResourceError(
+        f"the C compiler cannot write there: {why}",
+        where=str(place.parent),
+        next_step="free disk space or set TMPDIR to another folder",
+    )
 
 
 def _zig() -> Path:

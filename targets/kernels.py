@@ -89,7 +89,8 @@ def select(
             return row
         if row.op == query.op:
             near.append((bool(row.features - features), f"{row.id} ({why})"))
-    near.sort(key=lambda row: row[0])  # what the target could run first
+    if not all(foreign for foreign, _ in near):  # what the target cannot run says nothing new
+        near = [row for row in near if not row[0]]
     wanted = " ".join(x for x in (query.op, *query.formats, query.activations) if x)
     nearest = (
         "; nearest: " + "; ".join(why for _, why in near[:4])
@@ -97,9 +98,9 @@ def select(
         else "; the target has no kernel for this operator"
     )
     cache = any("cache" in why for _, why in near)
+    choose = "--kv-dtype" if cache else "--quantize or --activations"
     raise UnsupportedError(
         f"no kernel for {wanted} on target {target}{nearest}",
         where=query.place,
-        next_step=f"choose another {'--kv-dtype, ' if cache else ''}--quantize or --activations, "
-        "or another target",
+        next_step=f"choose another {choose}, or another target",
     )

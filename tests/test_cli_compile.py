@@ -148,6 +148,8 @@ def test_a_cache_of_8_bits(wide_heads: Path, tmp_path: Path) -> None:
     elements = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * 32
     assert manifest["memory"]["kv_bytes_per_token"] == elements * 34 // 32
     assert manifest["memory"]["kv_dtype"] == "q8_0"
+    shown = " ".join(zerolayer("inspect", out, "--memory").out.split())
+    assert f"KV per token {elements * 34 // 32} B, q8_0" in shown
     assert manifest["numerics"]["bounds"]["name"] == "q8_0 cache, f32 activations"
     assert 1e-4 < manifest["numerics"]["logit_error"] < 0.05
 
@@ -177,7 +179,8 @@ def test_a_cache_that_the_target_has_no_kernel_for(
     done = zerolayer("compile", path, "--target", "x86-64-v3", "--kv-dtype", kv_dtype, "-o", out)
     assert done.code == 4 and not out.exists()
     assert f"nearest: CacheWrite.avx2 ({why})" in done.err
-    assert "choose another --kv-dtype, --quantize or --activations" in done.err
+    assert "choose another --kv-dtype, or another target" in done.err
+    assert "avx512" not in done.err  # what the target cannot run is not near
 
 
 def test_the_progress_and_the_summary_tell_the_same_seconds(

@@ -20,7 +20,7 @@ import loader_fake
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loader_fake import EOS, USER, VOCAB, expected
+from loader_fake import BLOCK_BYTES, EOS, USER, VOCAB, expected
 from zerolayer.runtime_stub import errors, npy, options
 from zerolayer.runtime_stub.cli import COMMANDS, main
 from zerolayer.runtime_stub.container import Artifact
@@ -274,7 +274,8 @@ def test_context_end_is_reported(artifact: Path, capsys: Any) -> None:
         (["generate", "x", "--seed", "-" + "9" * 30], 2, f"not in 0..{(1 << 64) - 1}"),
         (["generate", "x", "--temperature", "nan"], 2, "not in 0..100"),
         (["generate", "x", "--kv-memory", "12Q"], 2, "not a size"),
-        (["generate", "x", "--kv-memory", "3"], 2, "less than one KV block"),
+        (["generate", "x", "--kv-memory", "3"], 2, f"use --kv-memory {BLOCK_BYTES} or more"),
+        (["generate", "x", "--kv-memory", "8T"], 8, "use --kv-memory"),
         (["generate", "x", "--raw=1"], 2, "takes no value"),
         (["generate", "x", "y"], 2, "more than one prompt"),
         (["generate", "x", "--tokens", "1"], 2, "more than one prompt"),
@@ -334,6 +335,20 @@ def test_bad_prompt_lines(artifact: Path, tmp_path: Path, capsys: Any, line: str
     file.write_text('"ok"\n' + line)
     run = Run(capsys, artifact, "generate", "--prompts-file", str(file))
     assert run.code in (2, 3) and f"{file}:2" in run.err
+
+
+def test_a_long_prompt_of_a_file_is_named(artifact: Path, tmp_path: Path, capsys: Any) -> None:
+    """Too long for the context, or for the memory that was given: the line, and what would do."""
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"tokens": [1, 2]}\n' + json.dumps({"tokens": [3] * 40}) + "\n")
+    args = ("generate", "--prompts-file", str(file), "-n", "2")
+    run = Run(capsys, artifact, *args, "--kv-memory", str(BLOCK_BYTES))
+    need = -(-41 // (BLOCK_BYTES // 4)) * BLOCK_BYTES  # 40 tokens and one more, 4 bytes each
+    assert run.code == 8 and f"{file}:2: the prompt has 40 tokens" in run.err
+    assert f"use --kv-memory {need} or more" in run.err
+    assert Run(capsys, artifact, *args, "--kv-memory", str(need)).code == 0
+    run = Run(capsys, artifact, *args, "--max-context", "20")
+    assert run.code == 2 and f"{file}:2: the prompt has 40 tokens" in run.err
 
 
 def test_without_vendor_ids_still_work(ids_only: Path) -> None:

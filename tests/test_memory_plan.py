@@ -152,9 +152,13 @@ def test_weights_are_aligned_and_in_order() -> None:
 def test_memory_need() -> None:
     kv = KvLayout(16, 16 * 1000, "f16")
     p = replace(plan(chain()), kv=kv, bounds=(("B", 1000),), weights_bytes=1 << 20)
-    need = memory_need(p, (1 << 20, (1 << 20) + 2048 + 16 * 1000 * 3 + 5, 1 << 40))
+    need = memory_need(p, sizes=(1 << 20, (1 << 20) + 2048 + 16 * 1000 * 3 + 5, 1 << 40))
     assert need.kv_bytes_per_token == 1000
     assert [c for _, c in need.contexts] == [0, 48, 16000]
+    shorter = memory_need(
+        p, 15990, sizes=(1 << 40,)
+    )  # blocks are whole, the model's context is not
+    assert shorter.contexts == ((1 << 40, 15990),)
 
 
 # --- damage: every plan that the verifier accepts is executable ---------------------------------

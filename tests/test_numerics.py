@@ -142,6 +142,28 @@ def test_the_loosest_row_counts() -> None:
     assert (both.name, both.logits) == ("bf16 weights, f32 activations", 0.05)
 
 
+@pytest.mark.parametrize(
+    ("quantize", "activations", "kv_dtype", "wider"),
+    [
+        ("keep", "int8", "q8_0", ["--kv-dtype f16", "--activations f32"]),
+        ("int4", "f32", "f32", ["a wider --quantize"]),
+        ("keep", "f32", "f32", []),
+    ],
+)
+def test_what_would_lose_less_is_said(
+    quantize: str, activations: str, kv_dtype: str, wider: list[str]
+) -> None:
+    options: Any = SimpleNamespace(quantize=quantize, activations=activations, kv_dtype=kv_dtype)
+    assert verify._wider(options) == wider
+    other = Model()
+    other.table = other.table[::-1].copy()
+    with pytest.raises(NumericsError) as caught:
+        require(gate(Model(), other), "m", wider)
+    said = caught.value.next_step
+    assert all(option in said for option in wider) and "--no-verify" in said
+    assert ("compile with" in said) == bool(wider)
+
+
 def test_nothing_compared_is_no_pass() -> None:
     empty = run_gate(Model(), lambda _: [], [], bounds_for("keep", "f32"), golden_tokens=6)[0]
     with pytest.raises(NumericsError, match="nothing was compared"):

@@ -29,7 +29,7 @@ from zerolayer.compiler.graph.execute import Executable
 from zerolayer.compiler.lower import LowerOptions, lower
 from zerolayer.compiler.memory import check_plan, plan
 from zerolayer.runtime_stub import driver_cpu
-from zerolayer.runtime_stub.errors import UnsupportedError, ZerolayerError
+from zerolayer.runtime_stub.errors import ResourceError, UnsupportedError, ZerolayerError
 from zerolayer.runtime_stub.step import LogitRow, SamplingParams, StepBatch
 from zerolayer.targets import cpu, cpu_compile, cpu_rows, families, formats, roofline
 from zerolayer.targets.elf import read_shared_object
@@ -184,6 +184,31 @@ def test_the_cache_is_asked_with_source_and_flags(f32: Built) -> None:
 def test_a_source_that_does_not_compile() -> None:
     with pytest.raises(cpu_compile.BuildError, match="error"):
         cpu_compile.compile_shared_object("int f(void) { return x; }", HOST, zig_cache())
+
+
+def test_a_cache_s_full_disk_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The compiler's words for it are those of a file system that filled up while it worked."""
+    full = "error: unable to write cached ZIR code for x.zig to y: NoSpaceLeft"
+    run, places = subprocess.run, []
+
+    def fake(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        place = Path(options["env"]["ZIG_GLOBAL_CACHE_DIR"]).parent
+        places.append(place)
+        if place == tmp_path or everywhere:
+            return subprocess.CompletedProcess(command, 1, "", full)
+        return run(["true"], check=False, capture_output=True, text=True)
+
+    monkeypatch.setattr(subprocess, "run", fake)
+    everywhere = False
+    with pytest.raises(FileNotFoundError):  # `true` wrote no object: it came so far
+        cpu_compile.compile_shared_object("", HOST, tmp_path)
+    assert places[0] == tmp_path and len(places) == 2
+    everywhere = True
+    with pytest.raises(ResourceError, match="free disk space or set TMPDIR") as caught:
+        cpu_compile.compile_shared_object("", HOST, tmp_path)
+    assert caught.value.where == str(places[-1].parent)
 
 
 def test_families() -> None:

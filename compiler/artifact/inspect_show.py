@@ -173,7 +173,7 @@ def _memory(data: Mapping[str, Any], wide: bool) -> Group:
     sizes = {
         "weights": size(data.get("weights_bytes", 0)),
         "workspace": size(data.get("workspace_bytes", 0)),
-        "KV per token": size(data.get("kv_bytes_per_token", 0)),
+        "KV per token": f"{size(data.get('kv_bytes_per_token', 0))}, {data.get('kv_dtype')}",
         "KV block": f"{data.get('kv_block_size', 0)} tokens, {size(data.get('kv_block_bytes', 0))}",
     }
     for name, nbytes in data.get("weights_by_format", {}).items():

@@ -154,13 +154,17 @@ GIB = 1 << 30
 MEMORY_SIZES = tuple(GIB << i for i in range(10))  # 1 GiB .. 512 GiB
 
 
-def memory_need(program: Program, sizes: tuple[int, ...] = MEMORY_SIZES) -> MemoryNeed:
-    """The memory need of a planned program.  Contexts are capped by the program's own bound."""
+def memory_need(
+    program: Program, max_context: int = 0, sizes: tuple[int, ...] = MEMORY_SIZES
+) -> MemoryNeed:
+    """The memory need of a planned program.  Contexts are capped by the program's own bound, whole
+    blocks, and by ``max_context`` tokens, the model's, where that is not 0."""
     fixed = program.weights_bytes + program.workspace_bytes
     kv = program.kv
     if kv is None:
         return MemoryNeed(program.weights_bytes, program.workspace_bytes, 0, 0, ())
     longest = program.bound("B") * kv.block_size
+    longest = min(longest, max_context or longest)
     contexts = tuple(
         (size, min(max(size - fixed, 0) // kv.block_bytes * kv.block_size, longest))
         for size in sizes

@@ -160,13 +160,15 @@ def _report(total: Accumulator, bounds: Bounds, consistent: bool, same_bits: boo
     )
 
 
-def require(report: Report, model: str) -> None:
-    """Raise NumericsError when a bound is exceeded."""
+def require(report: Report, model: str, wider: Sequence[str] = ()) -> None:
+    """Raise NumericsError when a bound is exceeded; ``wider``: options that would lose less."""
     bad = report.failures()
     if bad:
         raise NumericsError(
             "; ".join(bad),
             where=f"numerics gate of {model}",
-            next_step="compile with --activations f32, a wider --quantize or --kv-dtype to see "
-            "what loses the precision; --no-verify records an artifact without the gate",
+            next_step=(
+                f"compile with {' or '.join(wider)} to see what loses the precision; " * bool(wider)
+            )
+            + "--no-verify records an artifact without the gate",
         )
