@@ -1,9 +1,9 @@
 /* Paged attention and the KV cache: CacheWrite, PagedAttention, PagedAttentionQuantizeInt8.
  *
- * In: zl_math.h, zl_quantize.h, zl_attention_float.h, zl_attention_bf16.h, zl_attention_q8.h, zl_attention_deal.h.  Out: zl_kv_block,
- * zl_cache_put (used by zl_qkv.h), the kernels.  Next file: zl_elementwise.h.
+ * In: zl_math.h, zl_quantize.h, zl_attention_float.h, zl_attention_bf16.h, zl_attention_q8.h, zl_attention_deal.h.
+ * Out: zl_kv_block, zl_cache_put (used by zl_qkv.h), the kernels.  Next file: zl_elementwise.h.
  *
- * One layer's share of a KV block, KV = f32 or f16 (zl_attention_float.h; bf16: zl_attention_bf16.h, q8_0: zl_attention_q8.h):
+ * One layer's share of a KV block, KV = f32 or f16 (bf16: zl_attention_bf16.h, q8_0: zl_attention_q8.h):
  *     K  [kv_heads][head_dim][block_size]     positions are lanes: q . k for 16 positions is one chain of
  *     V  [kv_heads][block_size][head_dim]     multiply-adds with no sum across lanes; elements are lanes
  *

@@ -81,8 +81,8 @@ ZL_KERNEL void zl_scores_q8(const zl_attention_shape *a, int QB, int fetch, cons
   }
 }
 
-/* 2^x for x <= 0, relative error 3e-6 (measured by tests/test_cpu_kernels_attention.py), 2^0 is 1; 0 below -126, NaN stays
- * NaN */
+/* 2^x for x <= 0, relative error 3e-6 (measured by tests/test_cpu_kernels_attention.py), 2^0 is 1; 0 below -126, NaN
+ * stays NaN */
 ZL_KERNEL v16f zl_exp2_q8(v16f x) {
   const v16f magic = zl_set(0x1.8p23f + 127.0f); /* added: the nearest integer in the low bits, biased as an exponent */
   const v16i seen = ~(v16i)(x < -126.0f);
@@ -100,13 +100,13 @@ ZL_KERNEL float zl_top_q8(const zl_attention_shape *a, float unit, float *s, int
   return zl_hmax(m);
 }
 
-/* Scores of QB queries, to be multiplied by unit[i] -> e^(score - the chunk's maximum), masked positions 0; updates maxima
- * and sums.  factor[QB]: for what was accumulated before; weight[QB]: for what these will add.  Relative to the chunk's own
- * maximum, not to the largest so far: rounded to 16 bits beside a much larger one, thousands of small ones would be none.
- * Each step is made for all queries before the next one, as in zl_softmax_chunk. */
-ZL_KERNEL void zl_softmax_q8(const zl_attention_shape *a, int QB, const float *unit, float s[][ZL_CHUNK], int64_t vectors,
-                             int64_t c0, const int64_t *from, const int64_t *last, float *max, float *sum, float *factor,
-                             float *weight) {
+/* Scores of QB queries, to be multiplied by unit[i] -> e^(score - the chunk's maximum), masked positions 0; updates
+ * maxima and sums.  factor[QB]: for what was accumulated before; weight[QB]: for what these will add.  Relative to the
+ * chunk's own maximum, not to the largest so far: rounded to 16 bits beside a much larger one, thousands of small ones
+ * would be none.  Each step is made for all queries before the next one, as in zl_softmax_chunk. */
+ZL_KERNEL void zl_softmax_q8(const zl_attention_shape *a, int QB, const float *unit, float s[][ZL_CHUNK],
+                             int64_t vectors, int64_t c0, const int64_t *from, const int64_t *last, float *max,
+                             float *sum, float *factor, float *weight) {
   const int capped = a->softcap > 0.0f;
   float now[16], base[16], total[16];
   for (int i = 0; i < QB; i++) {
@@ -139,8 +139,8 @@ ZL_KERNEL v16f zl_scaled_q8(const float *s, v16f scale) {
   return (v16f)((v16i)(x * scale) & (v16i)(x != 0.0f));
 }
 
-/* s[i][16 v ..] times `scale` -> 16 bits p[i][64], relative to their largest; by[i] = what sums of products with them are
- * multiplied by, times weight[i] */
+/* s[i][16 v ..] times `scale` -> 16 bits p[i][64], relative to their largest; by[i] = what sums of products with them
+ * are multiplied by, times weight[i] */
 ZL_KERNEL void zl_probabilities_q8(int QB, float s[][ZL_CHUNK], const v16f *scale, const float *weight, int64_t vectors,
                                    uint32_t p[][ZL_CHUNK / 2], float *by) {
   const v16f magic = zl_set(0x1.8p23f); /* added: the nearest integer in the low bits */
