@@ -8,7 +8,7 @@ family's own table, for example ``cpu_rows.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zerolayer.runtime_stub.errors import UnsupportedError
 
@@ -82,6 +82,7 @@ def select(
 
     Raises UnsupportedError naming operator, formats, activations, target and the nearest rows.
     """
+    rows = tuple(rows)
     near: list[tuple[bool, str]] = []
     for row in rows:
         why = mismatch(row, query, features)
@@ -97,8 +98,10 @@ def select(
         if near
         else "; the target has no kernel for this operator"
     )
-    cache = any("cache" in why for _, why in near)
-    choose = "--kv-dtype" if cache else "--quantize or --activations"
+    uncached = tuple((name, value) for name, value in query.constants if name != "kv_dtype")
+    other = replace(query, constants=uncached)  # of any cache
+    blamed = any(mismatch(row, other, features) is None for row in rows)
+    choose = "--kv-dtype" if blamed else "--quantize or --activations"
     raise UnsupportedError(
         f"no kernel for {wanted} on target {target}{nearest}",
         where=query.place,

@@ -147,6 +147,8 @@ def test_the_loosest_row_counts() -> None:
     [
         ("keep", "int8", "q8_0", ["--kv-dtype f16", "--activations f32"]),
         ("int4", "f32", "f32", ["a wider --quantize"]),
+        ("keep", "f32", "f16", ["--kv-dtype f32"]),
+        ("keep", "int8", "bf16", ["--activations f32"]),  # which brings a cache of f32
         ("keep", "f32", "f32", []),
     ],
 )

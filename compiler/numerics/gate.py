@@ -164,11 +164,7 @@ def require(report: Report, model: str, wider: Sequence[str] = ()) -> None:
     """Raise NumericsError when a bound is exceeded; ``wider``: options that would lose less."""
     bad = report.failures()
     if bad:
-        raise NumericsError(
-            "; ".join(bad),
-            where=f"numerics gate of {model}",
-            next_step=(
-                f"compile with {' or '.join(wider)} to see what loses the precision; " * bool(wider)
-            )
-            + "--no-verify records an artifact without the gate",
-        )
+        step = "--no-verify records an artifact without the gate"
+        if wider:
+            step = f"compile with {' or '.join(wider)} to see what loses the precision; {step}"
+        raise NumericsError("; ".join(bad), where=f"numerics gate of {model}", next_step=step)

@@ -174,6 +174,7 @@ def _wider(gate: GateInputs) -> list[str]:
     """What loses less than the options of this compile, the narrowest first."""
     narrow = (
         ("--kv-dtype f16", gate.kv_dtype == "q8_0"),
+        ("--kv-dtype f32", gate.kv_dtype in ("f16", "bf16") and gate.activations == "f32"),
         ("a wider --quantize", gate.quantize != "keep"),
         ("--activations f32", gate.activations != "f32"),
     )
