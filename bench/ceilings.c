@@ -1,5 +1,5 @@
-// What this machine can do, as a compiler sees it: sequential reads from memory and from the last
-// cache, and the peak of each multiply instruction. Usage: ceilings [threads]. One JSON object.
+// What this machine can do, as a compiler sees it: reads from memory and from the last cache, and
+// the peak of each multiply instruction. Usage: ceilings [threads]. One JSON object.
 #define _GNU_SOURCE
 #include <immintrin.h>
 #include <pthread.h>
@@ -71,34 +71,53 @@ static double rate(work run, int threads) {
     return amount / (end - start) / 1e9;
 }
 
+// Each thread reads its own part, in as many streams side by side: a machine that fetches ahead
+// within a page, and no further, reads several faster than one (Zen 3: by a quarter).
+static int streams;
 static double read_bytes(size_t bytes, int rounds, int thread, int threads) {
-    size_t each = bytes / (size_t)threads & ~(size_t)4095;
-    const char *p = memory + each * (size_t)thread;
+    const size_t piece = bytes / (size_t)threads / (size_t)streams & ~(size_t)4095;
+    const char *first = memory + piece * (size_t)streams * (size_t)thread;
     long long total = 0;
 #ifdef __AVX512F__
     __m512i a[8];
     for (int k = 0; k < 8; k++) a[k] = _mm512_setzero_si512();
     for (int r = 0; r < rounds; r++)
-        for (size_t i = 0; i < each; i += 512)
+        for (size_t i = 0; i < piece; i += 512)
+            for (int s = 0; s < streams; s++) {
+                const char *p = first + piece * (size_t)s + i;
 #pragma GCC unroll 8
-            for (int k = 0; k < 8; k++)
-                a[k] = _mm512_or_si512(a[k], _mm512_load_si512(p + i + 64 * k));
+                for (int k = 0; k < 8; k++)
+                    a[k] = _mm512_or_si512(a[k], _mm512_load_si512(p + 64 * k));
+            }
     for (int k = 0; k < 8; k++) total |= _mm512_reduce_or_epi64(a[k]);
 #else
     __m256i a[8];
     for (int k = 0; k < 8; k++) a[k] = _mm256_setzero_si256();
     for (int r = 0; r < rounds; r++)
-        for (size_t i = 0; i < each; i += 256)
+        for (size_t i = 0; i < piece; i += 256)
+            for (int s = 0; s < streams; s++) {
+                const char *p = first + piece * (size_t)s + i;
 #pragma GCC unroll 8
-            for (int k = 0; k < 8; k++)
-                a[k] = _mm256_or_si256(a[k], _mm256_load_si256((const __m256i *)(p + i + 32 * k)));
+                for (int k = 0; k < 8; k++)
+                    a[k] = _mm256_or_si256(a[k], _mm256_load_si256((const __m256i *)(p + 32 * k)));
+            }
     for (int k = 0; k < 8; k++) total |= _mm256_extract_epi64(a[k], 0);
 #endif
     sink = (int)total;
-    return (double)each * rounds;
+    return (double)piece * streams * rounds;
 }
-static double read_memory(int t, int n) { return read_bytes(BYTES, 2, t, n); }
-static double read_cache(int t, int n) { return read_bytes((size_t)16 << 20, 150, t, n); }
+static double read_memory(int t, int n) { return read_bytes(BYTES, 1, t, n); }
+static double read_cache(int t, int n) { return read_bytes((size_t)16 << 20, 50, t, n); }
+
+// the best of one, two and four streams
+static double read_rate(work run, int threads) {
+    double best = 0;
+    for (streams = 1; streams <= 4; streams *= 2) {
+        const double found = rate(run, threads);
+        if (found > best) best = found;
+    }
+    return best;
+}
 
 #define PEAK(name, type, zero, instruction, operations)                                        \
     static double name(int thread, int threads) {                                              \
@@ -161,8 +180,8 @@ int main(int argc, char **argv) {
     madvise(memory, BYTES, MADV_HUGEPAGE);
     memset(memory, 1, BYTES);
     printf("{\"threads\": %d, \"clock_ghz\": %.3f", threads, rate(clock_rate, threads));
-    printf(", \"read_memory\": %.2f", rate(read_memory, threads));
-    printf(", \"read_cache\": %.2f", rate(read_cache, threads));
+    printf(", \"read_memory\": %.2f", read_rate(read_memory, threads));
+    printf(", \"read_cache\": %.2f", read_rate(read_cache, threads));
     printf(", \"fp32\": %.1f", rate(fp32, threads));
 #ifdef __AVX512BF16__
     printf(", \"bf16\": %.1f", rate(bf16, threads));

@@ -209,12 +209,14 @@ class _Module:
             weights = [b for b in weights if b.layout == "rows16"]
             items = [_items(op, b, constants) for b in weights]
             total = sum(items) if op == "QkvRopeCache" else max(items, default=0)
+            pairs = int(_in_pairs(_BY_ID[call.row], {b.format for b in weights}))
             for i, (b, n) in enumerate(zip(weights, items, strict=True)):
                 first = sum(items[:i]) if op == "QkvRopeCache" else 0
                 if b.offset is None:
                     raise ValueError(f"buffer {b.name} has no offset: the program was not planned")
                 place = {"offset": b.offset, "item_bytes": b.nbytes // n}
-                out.append(place | {"first": first, "items": n, "total": total, "phase": phase})
+                deal = {"first": first, "items": n, "total": total, "in_pairs": pairs}
+                out.append(place | deal | {"phase": phase})
         return out
 
     def phases(self, regions: list[dict[str, int]]) -> list[dict[str, int]]:
@@ -241,6 +243,16 @@ _STREAMING = frozenset(
         "QkvRopeCache", "SplitBounds",
     }
 )  # fmt: skip
+
+
+def _in_pairs(row: KernelRow, formats: set[str]) -> bool:
+    """Whether few rows take the items in pairs (``zl_first_half``).  Gate and up are two streams
+    already; heads of several formats and the float kernels' groups are taken one by one."""
+    if row.op in ("HeadBounds", "SplitBounds"):
+        return True
+    if not row.function.endswith(("_int8", "_bf16")) or row.op.startswith("GatedLinear"):
+        return False
+    return row.op != "QkvRopeCache" or len(formats) == 1
 
 
 def _items(op: str, weight: Buffer, constants: Mapping[str, Constant]) -> int:
@@ -285,6 +297,7 @@ def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Co
     if not row.weight_layout or "K" not in constants:
         return 0
     _stream_bytes(injector)
+    _streams(injector)
     if row.function.endswith("_int8"):  # zl_tile_tokens
         injector.derive("prefetch_bytes", _PREFETCH_BYTES)
         tile_bytes = _tile_bytes(injector)
@@ -313,6 +326,11 @@ def _stream_bytes(injector: Injector) -> int:
     prefetchers."""
     name = "stream_prefetch_bytes"
     return int(injector.fact(name)) if injector.has(name) else 0
+
+
+def _streams(injector: Injector) -> int:
+    """Streams of weights that a thread reads side by side for one or two tokens."""
+    return int(injector.fact("weight_streams")) if injector.has("weight_streams") else 1
 
 
 _PREFETCH_BYTES = "64 * cache_line_bytes"
@@ -428,6 +446,7 @@ def _defines(program: Program, module: _Module, shared: Injector) -> list[tuple[
         ("ZL_AHEAD_BYTES", str(ahead), "l2_bytes // 8"),
         ("ZL_PREFETCH_BYTES", str(prefetch), _PREFETCH_BYTES),
         ("ZL_STREAM_BYTES", str(_stream_bytes(shared)), "stream_prefetch_bytes, 0 without it"),
+        ("ZL_STREAMS", str(_streams(shared)), "weight_streams, 1 without it"),
     ]
 
 

@@ -270,6 +270,8 @@ _CPU = Family(
         "sve_bits": FactKind("bit", 128, 2048, required=False),
         # how far ahead one or two tokens ask for weights; without it, or 0: left to the machine
         "stream_prefetch_bytes": FactKind("byte", 0, 1 * MIB, required=False),
+        # streams of weights that a thread reads side by side for one or two tokens; without it 1
+        "weight_streams": FactKind("streams", 1, 2, required=False),
     },
     archs=frozenset({"x86_64", "aarch64"}),
     features=X86_FEATURES | ARM_FEATURES,

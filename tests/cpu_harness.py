@@ -48,14 +48,17 @@ LEVELS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
         ("-mcpu=znver4", "-O1", "-fsanitize=undefined", "-fsanitize-trap=undefined"),
         _ZEN4,
     ),
-    # one token asks for weights ahead, as on zen3, many for the next outputs', as with VNNI
+    # one and two tokens read two streams of weights and ask for them ahead, as on zen3
+    "streams": (("-mcpu=x86_64_v3", "-O3", "-DZL_STREAMS=2", "-DZL_STREAM_BYTES=1536"), _V3),
+    # the same, and many tokens ask for the next outputs' weights, as with VNNI
     "ubsan-v3": (
         (
             "-mcpu=x86_64_v3",
             "-O1",
             "-fsanitize=undefined",
             "-fsanitize-trap=undefined",
-            "-DZL_STREAM_BYTES=4096",
+            "-DZL_STREAMS=2",
+            "-DZL_STREAM_BYTES=1536",
             "-DZL_ASK_TOKENS=32",
         ),
         _V3,
@@ -288,7 +291,15 @@ def has(level: str, name: str) -> bool:
             *(f"linear_float_{f}" for f in ("F32", "F16", "BF16", "Q4_1", "Q6_K")),
             *("linear_bf16", "linear_bf16_12", "gated_float", "gated_quantize_float"),
             *("gated_int8", "gated_quantize_int8", "qkv_int8", "qkv_float", "qkv_bf16"),
+            "head_bounds",
         }
+    if level == "streams":
+        return (
+            name.startswith(("linear_int8", "split_"))
+            or name.endswith(("bf16", "bf16_12"))
+            or name in {"linear_add_int8", "act_linear_int8", "gated_int8", "gated_quantize_int8"}
+            or name in {"qkv_int8", "qkv_int8_mixed", "head_bounds", "quantize"}
+        )
     if level == "ubsan-amx":
         return name in {"linear_int8_Q4_1", "linear_int8_Q8_0", "linear_int8_Q6_K"}
     if name.startswith(FUSED_FORMS) and level not in {"zen4", "v3"}:

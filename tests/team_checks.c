@@ -64,10 +64,10 @@ int patience(int32_t few, int64_t sleep_us, int64_t quick, int32_t *seen) {
 
 /* What thread `thread` has in hand for phases after `phase`: begin and end of each stream, as offsets. */
 int ahead(const zl_region *regions, int32_t n, int32_t thread, int32_t n_threads, int32_t phase, int32_t next,
-          int64_t *out) {
+          int64_t rows, int64_t *out) {
   static const char weights[1];
   zl_ahead a = {.weights = weights, .regions = regions, .n_regions = n, .thread = thread, .n_threads = n_threads};
-  zl_ahead_begin(&a, phase, next, 0);
+  zl_ahead_begin(&a, phase, next, rows);
   for (int32_t s = 0; s < a.streams; s++) {
     out[2 * s] = a.at[s] - weights;
     out[2 * s + 1] = a.end[s] - weights;

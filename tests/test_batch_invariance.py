@@ -60,6 +60,14 @@ PRECISIONS = [
     ("gemma2", "int8", ("--quantize", "int4", "--fusion", "conservative")),
 ]
 TARGETS = ["x86-64-v3", "zen4"]
+#: for which one and two tokens read two streams of weights, as on zen3
+STREAMS = """name: streams
+family: cpu
+extends: x86-64-v3
+facts:
+  stream_prefetch_bytes: {value: 1536, unit: byte, source: a test}
+  weight_streams: {value: 2, unit: streams, source: a test}
+"""
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(
     scope="module",
-    params=[(t, *p) for t in TARGETS for p in PRECISIONS],
+    params=[(t, *p) for t in TARGETS for p in PRECISIONS]
+    + [("streams", *p) for p in PRECISIONS if p[:2] in (("llama", "int8"), ("gemma2", "bf16"))],
     ids=lambda p: "-".join((p[0], p[1], p[2], *(o for o in p[3] if o[:2] != "--"))),
 )
 def compiled(
@@ -96,6 +105,10 @@ def compiled(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Compiled:
     target, model, activations, options = request.param
+    if target == "streams":
+        file = tmp_path_factory.mktemp("target") / "streams.yaml"
+        file.write_text(STREAMS)
+        target = str(file)
     missing = compare(load_target(target).requires.as_dict(), host_facts())
     if missing:
         pytest.skip(f"this host cannot execute {target} code: {missing[0]}")

@@ -34,6 +34,7 @@ def checks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     command = [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-gnu"]
     command += [f"-mcpu={request.param}", "-O2", "-std=gnu11", "-ffp-contract=off", "-pthread"]
     command += ["-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-I", str(TEMPLATES)]
+    command += ["-DZL_STREAMS=2"]
     command += [str(HERE / "team_checks.c"), "-o", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -90,6 +91,7 @@ class Region(ctypes.Structure):
         ("items", ctypes.c_int32),
         ("total", ctypes.c_int32),
         ("phase", ctypes.c_int32),
+        ("in_pairs", ctypes.c_int32),
     )
 
 
@@ -136,19 +138,29 @@ def test_regions_are_the_matrices_in_the_order_of_use(activations: str) -> None:
 def test_a_thread_reads_its_own_share_ahead(checks: Any) -> None:
     """As zl_share deals it: a projection of 9 + 3 + 3 heads, then a matrix of 36 groups."""
     table = (Region * 4)(
-        Region(1000, 10, 0, 9, 15, 2), Region(1090, 10, 9, 3, 15, 2),
-        Region(1120, 10, 12, 3, 15, 2), Region(5000, 100, 0, 36, 36, 4),
+        Region(1000, 10, 0, 9, 15, 2, 1), Region(1090, 10, 9, 3, 15, 2, 1),
+        Region(1120, 10, 12, 3, 15, 2, 1), Region(5000, 100, 0, 36, 36, 4, 1),
     )  # fmt: skip
-    out = (ctypes.c_int64 * 6)()
-    assert checks.ahead(table, 4, 0, 2, 1, 0, out) == 1
-    assert list(out[:2]) == [1000, 1070]
-    assert checks.ahead(table, 4, 1, 2, 1, 0, out) == 3
-    assert list(out) == [1070, 1090, 1090, 1120, 1120, 1150]
-    assert checks.ahead(table, 4, 2, 5, 3, 3, out) == 1
-    assert list(out[:2]) == [5000 + 36 * 2 // 5 * 100, 5000 + 36 * 3 // 5 * 100]
-    assert checks.ahead(table, 4, 63, 64, 1, 0, out) == 1  # 15 heads for 64 threads
-    assert list(out[:2]) == [1140, 1150]
-    assert checks.ahead(table, 4, 1, 64, 1, 0, out) == 0
+    out = (ctypes.c_int64 * 12)()
+
+    def ahead(thread: int, threads: int, phase: int, next_: int, rows: int) -> list[int]:
+        streams = checks.ahead(table, 4, thread, threads, phase, next_, ctypes.c_int64(rows), out)
+        return list(out[: 2 * streams])
+
+    assert ahead(0, 2, 1, 0, 3) == [1000, 1070]
+    assert ahead(1, 2, 1, 0, 3) == [1070, 1090, 1090, 1120, 1120, 1150]
+    assert ahead(2, 5, 3, 3, 3) == [5000 + 36 * 2 // 5 * 100, 5000 + 36 * 3 // 5 * 100]
+    assert ahead(63, 64, 1, 0, 3) == [1140, 1150]  # 15 heads for 64 threads
+    assert ahead(1, 64, 1, 0, 3) == []
+    # two rows and one take the items in pairs: eight of heads, the last one alone, 18 of groups
+    assert ahead(0, 2, 1, 0, 2) == [1000, 1040, 1080, 1090, 1090, 1120]
+    assert ahead(1, 2, 1, 0, 2) == [1040, 1080, 1120, 1150]
+    assert ahead(0, 2, 3, 3, 1) == [5000, 5900, 6800, 7700]
+    assert ahead(1, 2, 3, 3, 1) == [5900, 6800, 7700, 8600]
+    # fewer than two pairs a thread: one by one
+    assert ahead(0, 5, 1, 0, 1) == [1000, 1030]
+    table[3].in_pairs = 0  # a call that never does
+    assert ahead(0, 2, 3, 3, 1) == [5000, 6800]
 
 
 def test_eight_blocks_are_quantized_as_one_is(checks: Any) -> None:

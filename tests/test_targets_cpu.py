@@ -137,15 +137,22 @@ def test_the_note_is_the_record(aggressive: Built) -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "ahead"), [("zen3", 4096), ("x86-64-v3", 0), ("zen4", 0)])
-def test_weights_of_one_token_are_asked_for_where_the_target_says_so(name: str, ahead: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "ahead", "streams"), [("zen3", 1536, 2), ("x86-64-v3", 0, 1), ("zen4", 0, 1)]
+)
+def test_weights_of_one_token_are_read_as_the_target_says(
+    name: str, ahead: int, streams: int
+) -> None:
     target = small(load_target(name))
     _, program = step_program(tiny_decoder(), target, "int8", "aggressive")
     source, injection = cpu.render(program, target)
     assert f"#define ZL_STREAM_BYTES {ahead} " in source
+    assert f"#define ZL_STREAMS {streams} " in source
     linear = next(k for k in injection.records() if "LinearAdd" in str(k["kernel"]))
     fact = listed(linear, "facts").get("stream_prefetch_bytes", {"value": 0})
     assert fact["value"] == ahead
+    fact = listed(linear, "facts").get("weight_streams", {"value": 1})
+    assert fact["value"] == streams
 
 
 def test_a_child_may_leave_weights_to_the_machine(tmp_path: Path) -> None:

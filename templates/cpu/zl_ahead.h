@@ -14,15 +14,16 @@
 #ifndef ZL_AHEAD_BYTES
 #define ZL_AHEAD_BYTES (128 * 1024) /* most that one phase fetches for later ones: a share of L2 */
 #endif
-#define ZL_AHEAD_STREAMS 3 /* matrices of one call */
+#define ZL_AHEAD_STREAMS (3 * ZL_STREAMS) /* matrices of one call, or their halves */
 #define ZL_AHEAD_ROWS 8    /* with more rows the products take longer than the weights */
 
-/* A matrix in the order of the calls: items [first, first + items) of the `total` that its call deals out. */
+/* A matrix in the order of the calls: items [first, first + items) of the `total` that its call deals out, in pairs where
+ * the rows are few (zl_first_half). */
 typedef struct zl_region {
   int64_t offset;     /* in the weights */
   int64_t item_bytes;
   int32_t first, items, total;
-  int32_t phase;
+  int32_t phase, in_pairs;
 } zl_region;
 
 typedef struct zl_ahead {
@@ -32,9 +33,21 @@ typedef struct zl_ahead {
   int32_t next;  /* region after those in hand */
   int32_t phase; /* of those in hand */
   int32_t streams;
+  int64_t rows;   /* of the step */
   int64_t budget; /* bytes that this phase may still fetch */
   const char *at[ZL_AHEAD_STREAMS], *end[ZL_AHEAD_STREAMS];
 } zl_ahead;
+
+/* Takes the part of items [begin, end) of a call that is in region r in hand. */
+static inline void zl_ahead_add(zl_ahead *a, const zl_region *r, int64_t begin, int64_t end) {
+  begin -= r->first;
+  end -= r->first;
+  if (begin < 0) begin = 0;
+  if (end > r->items) end = r->items;
+  if (begin >= end || a->streams == ZL_AHEAD_STREAMS) return;
+  a->at[a->streams] = a->weights + r->offset + begin * r->item_bytes;
+  a->end[a->streams++] = a->weights + r->offset + end * r->item_bytes;
+}
 
 /* Takes the regions of the next phase in hand: this thread's share of each, as zl_share deals it. */
 static inline void zl_ahead_take(zl_ahead *a) {
@@ -43,25 +56,23 @@ static inline void zl_ahead_take(zl_ahead *a) {
   a->phase = a->regions[a->next].phase;
   for (; a->next < a->n_regions && a->regions[a->next].phase == a->phase; a->next++) {
     const zl_region *r = &a->regions[a->next];
+    const int64_t half = r->in_pairs ? zl_first_half(a->n_threads, a->rows, r->total) : 0;
     int64_t begin, end;
-    zl_share(&(zl_task){.thread = a->thread, .n_threads = a->n_threads}, r->total, &begin, &end);
-    begin -= r->first;
-    end -= r->first;
-    if (begin < 0) begin = 0;
-    if (end > r->items) end = r->items;
-    if (begin >= end || a->streams == ZL_AHEAD_STREAMS) continue;
-    a->at[a->streams] = a->weights + r->offset + begin * r->item_bytes;
-    a->end[a->streams++] = a->weights + r->offset + end * r->item_bytes;
+    zl_share(&(zl_task){.thread = a->thread, .n_threads = a->n_threads}, half ? half : r->total, &begin, &end);
+    zl_ahead_add(a, r, begin, end);
+    if (half) zl_ahead_add(a, r, begin + half, end + half);
   }
 }
 
-/* Phase `phase` begins; `next` is the first region of a later phase.  What is in hand for a later phase stays. */
-static inline void zl_ahead_begin(zl_ahead *a, int32_t phase, int32_t next, int64_t budget) {
+/* Phase `phase` begins, for so many rows; `next` is the first region of a later phase.  What is in hand for a later phase
+ * stays. */
+static inline void zl_ahead_begin(zl_ahead *a, int32_t phase, int32_t next, int64_t rows) {
+  a->rows = rows;
   if (a->streams == 0 || a->phase <= phase) {
     a->next = next;
     zl_ahead_take(a);
   }
-  a->budget = budget;
+  a->budget = rows <= ZL_AHEAD_ROWS ? ZL_AHEAD_BYTES : 0;
 }
 
 /* Fetches about `lines` lines of what comes next. */

@@ -209,7 +209,7 @@ ZL_KERNEL char *zl_bf16_room(const zl_task *t, int format, int64_t groups, int64
 
 /* CALL(NG, MT, row, px, turn, item) for all register tiles of this thread's share: items item .. item + NG for tokens
  * row .. row + MT, whose pairs begin at px.  Up to `most` items (1 or 2) are taken together; for one token never,
- * because neighbouring groups are read faster as one stream.  room: zl_turn's, for more than one register tile. */
+ * because neighbouring groups are read faster as one stream (and two far ones faster still: ZL_BF16_PAIRS).  room: zl_turn's, for more than one register tile. */
 #define ZL_BF16_TILES(format, rows, x, K, items, most, room, CALL)                                        \
   do {                                                                                            \
     if ((rows) <= 0) break;                                                                       \
@@ -254,20 +254,39 @@ ZL_KERNEL char *zl_bf16_room(const zl_task *t, int format, int64_t groups, int64
     }                                                                                    \
   }
 
+/* CALL as above for the one row or two of a call whose items are paired: items item and item + half, NG is 2, or the last
+ * of the first half alone. */
+#define ZL_BF16_PAIRS(rows, x, K, items, half, CALL)                \
+  do {                                                              \
+    const zl_pair *zl_x = zl_prepare_bf16(t, x, 0, rows, K);        \
+    const zl_turn zl_only = {0, 1, NULL};                           \
+    zl_deal zl_d = {half, 0, 0, 0};                                 \
+    int64_t zl_i;                                                   \
+    while (zl_deal_item(t, &zl_d, &zl_i)) {                         \
+      if (zl_i + (half) < (items))                                  \
+        ZL_FEW_ROWS(rows, ZL_BF16_PAIR, CALL, zl_x, zl_only, zl_i); \
+      else                                                          \
+        ZL_FEW_ROWS(rows, ZL_BF16_ALONE, CALL, zl_x, zl_only, zl_i); \
+    }                                                               \
+  } while (0)
+#define ZL_BF16_PAIR(MT, CALL, px, turn, item) CALL(2, MT, 0, px, turn, item)
+#define ZL_BF16_ALONE(MT, CALL, px, turn, item) CALL(1, MT, 0, px, turn, item)
+
+/* Groups g and, where NG is 2, g + apart. */
 ZL_KERNEL void zl_linear_bf16_tile(int format, int NG, int MT, const zl_pair *x, zl_turn turn, int64_t first, int64_t g,
-                                   const uint8_t *w, const float *bias, const float *residual, float *out, int64_t N,
+                                   int64_t apart, const uint8_t *w, const float *bias, const float *residual, float *out, int64_t N,
                                    int64_t K, int act) {
   v16f acc[2][8];
   const int64_t bytes = zl_group_bytes(format, K);
-  const uint8_t *const group[2] = {w + g * bytes, w + (g + 1) * bytes};
+  const uint8_t *const group[2] = {w + g * bytes, w + (g + apart) * bytes};
   zl_dot_bf16(format, NG, MT, x, K, group, NG * bytes, turn, acc);
   ZL_UNROLL
   for (int s = 0; s < NG; s++) {
-    const int64_t n = N - 16 * (g + s) < 16 ? N - 16 * (g + s) : 16;
-    v16f c = bias ? zl_load_n(bias + 16 * (g + s), n) : zl_set(0.0f);
+    const int64_t o = 16 * (g + s * apart), n = N - o < 16 ? N - o : 16;
+    v16f c = bias ? zl_load_n(bias + o, n) : zl_set(0.0f);
     ZL_UNROLL
     for (int m = 0; m < MT; m++) {
-      const int64_t at = (first + m) * N + 16 * (g + s);
+      const int64_t at = (first + m) * N + o;
       v16f y = zl_activate(act, bias ? acc[s][m] + c : acc[s][m]);
       if (residual) y = zl_load_n(residual + at, n) + y;
       zl_store_n(out + at, y, n);
@@ -277,9 +296,14 @@ ZL_KERNEL void zl_linear_bf16_tile(int format, int NG, int MT, const zl_pair *x,
 
 ZL_KERNEL void zl_linear_bf16_all(const zl_task *t, int64_t rows, const float *x, const uint8_t *w, const float *bias,
                                   const float *residual, float *out, int64_t N, int64_t K, int act, int format) {
+  const int64_t G = (N + 15) / 16, half = zl_first_half(t->n_threads, rows, G);
 #define ZL_CALL(NG, MT, row, px, turn, g) \
-  zl_linear_bf16_tile(format, NG, MT, px, turn, row, g, w, bias, residual, out, N, K, act)
-  ZL_BF16_TILES(format, rows, x, K, (N + 15) / 16, 2, zl_bf16_room(t, format, 2, K), ZL_CALL);
+  zl_linear_bf16_tile(format, NG, MT, px, turn, row, g, half ? half : 1, w, bias, residual, out, N, K, act)
+  if (half) {
+    ZL_BF16_PAIRS(rows, x, K, G, half, ZL_CALL);
+    return;
+  }
+  ZL_BF16_TILES(format, rows, x, K, G, 2, zl_bf16_room(t, format, 2, K), ZL_CALL);
 #undef ZL_CALL
 }
 

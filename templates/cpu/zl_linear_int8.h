@@ -94,6 +94,15 @@ ZL_KERNEL int64_t zl_tile_tokens(int64_t rows, int64_t row_bytes) {
   return (even + ZL_TILE_STEP - 1) / ZL_TILE_STEP * ZL_TILE_STEP;
 }
 
+/* CALL(MT, ...) for the one row or two of a call whose items are paired; none of that code elsewhere. */
+#define ZL_FEW_ROWS(rows, CALL, ...)     \
+  do {                                   \
+    if (ZL_STREAMS == 2 && (rows) == 1)  \
+      CALL(1, __VA_ARGS__);              \
+    else if (ZL_STREAMS == 2)            \
+      CALL(2, __VA_ARGS__);              \
+  } while (0)
+
 /* What the kernels keep per token and block of 32 columns beside the bundle: zl_tile_words. */
 typedef union zl_tile_word {
   int32_t zero; /* -zero point * (sum of q) */
@@ -148,13 +157,15 @@ typedef struct zl_walk {
   int64_t pieces, tokens; /* of a tile, of a piece */
   int64_t tile0, tile1; /* tokens of the item's tile */
   int64_t t0, t1, g;    /* the item: tokens t0 .. t1 of them, run g */
+  int64_t half, other;  /* zl_first_half, and the run that is taken together with g, -1: none */
   int64_t until;        /* tokens t0 .. until go through tile products */
   int64_t words_at;     /* the tile and the format that a bundle's words are for */
   int format;
   _Alignas(64) zl_tile_word words[ZL_TILE_BLOCKS];
 } zl_walk;
 
-ZL_KERNEL void zl_walk_begin(zl_walk *w, int64_t rows, int64_t K, int64_t G) {
+/* half: zl_first_half of the runs, 0 for a call that takes them one by one, as all do for more rows */
+ZL_KERNEL void zl_walk_begin(zl_walk *w, int64_t rows, int64_t K, int64_t G, int64_t half) {
   const int64_t many = zl_many(K);
   w->rows = rows;
   w->G = G;
@@ -163,7 +174,8 @@ ZL_KERNEL void zl_walk_begin(zl_walk *w, int64_t rows, int64_t K, int64_t G) {
   w->pieces = ZL_TILES ? 1 : (w->tile + ZL_PIECE_TOKENS - 1) / ZL_PIECE_TOKENS;
   w->tokens = (w->tile + w->pieces - 1) / w->pieces;
   if (w->pieces > 1) w->tokens = (w->tokens + many - 1) / many * many;
-  w->deal = (zl_deal){(rows + w->tile - 1) / w->tile * G * w->pieces, 0, 0, 0};
+  w->half = half;
+  w->deal = (zl_deal){half ? half : (rows + w->tile - 1) / w->tile * G * w->pieces, 0, 0, 0};
   w->words_at = -1;
   w->format = -1;
   zl_amx_begin(rows);
@@ -179,6 +191,7 @@ ZL_KERNEL int zl_walk_item(const zl_task *t, zl_walk *w) {
     }
     const int64_t run = i / w->pieces;
     w->g = run % w->G;
+    w->other = w->half && run + w->half < w->G ? run + w->half : -1;
     w->tile0 = run / w->G * w->tile;
     w->tile1 = w->tile0 + w->tile < w->rows ? w->tile0 + w->tile : w->rows;
     w->t0 = w->tile0 + i % w->pieces * w->tokens;
@@ -287,6 +300,31 @@ ZL_KERNEL void zl_dot_int8(int format, int MT, int64_t n, zl_bundle a, int64_t f
   }
 }
 
+/* acc[m] += block kb of the group at w for one or two tokens, and what comes after it in the stream is asked for */
+ZL_KERNEL void zl_dot_stream(int format, int MT, zl_bundle a, int64_t first, int64_t K, int64_t kb, const uint8_t *w,
+                             v16f *acc) {
+  const int64_t bytes = zl_block_bytes(format) * 32 / zl_block_cols(format);
+  zl_block b;
+  zl_nibbled upper;
+  zl_block_load(format, w, kb, &b);
+  zl_take_apart(format, &b, &upper);
+  zl_ask_ahead(MT, w + kb * bytes, bytes);
+  zl_dot_block(format, MT, &b, &upper, a, first, K, kb, acc);
+}
+
+/* Two groups for one or two tokens, the bits of zl_dot_int8, block by block in turn: two streams (zl_first_half).  The formats
+ * share the bundle's words. */
+ZL_KERNEL void zl_dot_int8_two(int format0, int format1, int MT, zl_bundle a, int64_t first, int64_t K,
+                               const uint8_t *w0, const uint8_t *w1, v16f *acc0, v16f *acc1) {
+  ZL_UNROLL
+  for (int m = 0; m < MT; m++) acc0[m] = acc1[m] = zl_set(0.0f);
+  ZL_NO_UNROLL
+  for (int64_t kb = 0; kb < K / 32; kb++) {
+    zl_dot_stream(format0, MT, a, first, K, kb, w0, acc0);
+    zl_dot_stream(format1, MT, a, first, K, kb, w1, acc1);
+  }
+}
+
 /* The same by tile products: out[t] for tokens t0 .. until, `stride` floats apart. */
 ZL_KERNEL void zl_dot_amx(int format, zl_bundle a, int64_t t0, int64_t until, int64_t K, const uint8_t *w, float *out,
                           int64_t stride) {
@@ -332,6 +370,17 @@ ZL_KERNEL void zl_linear_int8_tile(int format, int MT, int64_t n, zl_bundle a, i
   for (int64_t m = 0; m < n; m += MT) zl_linear_int8_put(MT, acc + m, first + m, g, bias, residual, out, N, act);
 }
 
+/* All MT rows of groups g and other. */
+ZL_KERNEL void zl_linear_int8_pair(int MT, int format, zl_bundle a, int64_t g, int64_t other, const uint8_t *w,
+                                   const float *bias, const float *residual, float *out, int64_t N, int64_t K,
+                                   int act) {
+  v16f acc[2][ZL_STREAM_ROWS];
+  const int64_t bytes = zl_group_bytes(format, K);
+  zl_dot_int8_two(format, format, MT, a, 0, K, w + g * bytes, w + other * bytes, acc[0], acc[1]);
+  zl_linear_int8_put(MT, acc[0], 0, g, bias, residual, out, N, act);
+  zl_linear_int8_put(MT, acc[1], 0, other, bias, residual, out, N, act);
+}
+
 /* Tokens t0 .. until, which go through tile products. */
 ZL_KERNEL void zl_linear_amx_tile(int format, zl_bundle a, int64_t t0, int64_t until, int64_t g, const uint8_t *w,
                                   const float *bias, const float *residual, float *out, int64_t N, int64_t K, int act) {
@@ -346,10 +395,14 @@ ZL_KERNEL void zl_linear_amx_tile(int format, zl_bundle a, int64_t t0, int64_t u
 ZL_KERNEL void zl_linear_int8_all(const zl_task *t, int64_t rows, zl_bundle a, const uint8_t *w, const float *bias,
                                   const float *residual, float *out, int64_t N, int64_t K, int act, int format) {
   zl_walk walk;
-  zl_walk_begin(&walk, rows, K, (N + 15) / 16);
+  zl_walk_begin(&walk, rows, K, (N + 15) / 16, zl_first_half(t->n_threads, rows, (N + 15) / 16));
   while (zl_walk_item(t, &walk)) {
     const int64_t g = walk.g, t0 = walk.t0, until = walk.until, bytes = zl_group_bytes(format, K);
     zl_walk_words(&walk, format, &a, K);
+    if (walk.other >= 0) {
+      ZL_FEW_ROWS(rows, zl_linear_int8_pair, format, a, g, walk.other, w, bias, residual, out, N, K, act);
+      continue;
+    }
     if (until > t0) zl_linear_amx_tile(format, a, t0, until, g, w, bias, residual, out, N, K, act);
 #define ZL_CALL(MT, n, first)                                                                            \
   zl_linear_int8_tile(format, MT, n, a, first, g, w,                                                     \
@@ -402,10 +455,14 @@ ZL_KERNEL void zl_gated_int8_tile(int format, int MT, int64_t n, zl_bundle a, co
                                   v16f *h) {
   v16f sums[ZL_MANY], u[ZL_MANY]; /* not h: sums behind a pointer would live in memory */
   const int64_t bytes = zl_group_bytes(format, K), at = g * bytes, next = (g - part + parts) * bytes;
-  zl_dot_int8(format, MT, n, a, first, K, gate + at,
-              zl_walk_next(walk, gate + next, parts * bytes, first, n, part, parts, K / 32), sums);
-  zl_dot_int8(format, MT, n, a, first, K, up + at,
-              zl_walk_next(walk, up + next, parts * bytes, first, n, part, parts, K / 32), u);
+  if (ZL_STREAMS == 2 && MT <= ZL_STREAM_ROWS) {
+    zl_dot_int8_two(format, format, MT, a, first, K, gate + at, up + at, sums, u);
+  } else {
+    zl_dot_int8(format, MT, n, a, first, K, gate + at,
+                zl_walk_next(walk, gate + next, parts * bytes, first, n, part, parts, K / 32), sums);
+    zl_dot_int8(format, MT, n, a, first, K, up + at,
+                zl_walk_next(walk, up + next, parts * bytes, first, n, part, parts, K / 32), u);
+  }
   for (int64_t i = 0; i < n; i += MT) {
     zl_gated_join(MT, sums + i, u + i, g, bias_gate, bias_up, N, act);
     ZL_UNROLL
@@ -437,7 +494,7 @@ ZL_KERNEL void zl_gated_linear_int8(const zl_task *t, int64_t rows, const int8_t
                                     int format) {
   zl_bundle a = {q, scale, sums, NULL, 0};
   zl_walk walk;
-  zl_walk_begin(&walk, rows, K, (N + 15) / 16);
+  zl_walk_begin(&walk, rows, K, (N + 15) / 16, 0); /* gate and up are two streams */
   while (zl_walk_item(t, &walk)) {
     const int64_t g = walk.g, t0 = walk.t0, until = walk.until;
     zl_walk_words(&walk, format, &a, K);
@@ -468,7 +525,7 @@ ZL_KERNEL void zl_gated_linear_quantize_int8(const zl_task *t, int64_t rows, con
                                              int format) {
   zl_bundle a = {q, scale, sums, NULL, 0};
   zl_walk walk;
-  zl_walk_begin(&walk, rows, K, N / 32);
+  zl_walk_begin(&walk, rows, K, N / 32, 0);
   while (zl_walk_item(t, &walk)) {
     const int64_t g = walk.g, t0 = walk.t0, until = walk.until;
     zl_walk_words(&walk, format, &a, K);

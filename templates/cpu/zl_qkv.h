@@ -97,6 +97,25 @@ ZL_KERNEL void zl_qkv_int8_item(const zl_task *t, const zl_qkv *p, const zl_qkv_
   }
 }
 
+/* Two heads of one format for all MT rows, and their roles. */
+ZL_KERNEL void zl_qkv_int8_pair(int MT, int format, const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s,
+                                zl_bundle a, const int role[2], const int64_t head[2]) {
+  _Alignas(64) float x[2][ZL_STREAM_ROWS][ZL_MAX_HEAD_DIM];
+  const int64_t groups = s->hd / 16, bytes = zl_group_bytes(format, s->K);
+  const uint8_t *w0 = p->w[role[0]] + head[0] * groups * bytes, *w1 = p->w[role[1]] + head[1] * groups * bytes;
+  for (int64_t g = 0; g < groups; g++) {
+    v16f acc[2][ZL_STREAM_ROWS];
+    zl_dot_int8_two(format, format, MT, a, 0, s->K, w0 + g * bytes, w1 + g * bytes, acc[0], acc[1]);
+    ZL_UNROLL
+    for (int m = 0; m < MT; m++) {
+      zl_store(x[0][m] + 16 * g, acc[0][m]);
+      zl_store(x[1][m] + 16 * g, acc[1][m]);
+    }
+  }
+  for (int i = 0; i < 2; i++)
+    for (int m = 0; m < MT; m++) zl_qkv_finish(t, p, s, role[i], m, head[i], x[i][m]);
+}
+
 /* The same for tokens t0 .. until, which go through tile products. */
 ZL_KERNEL void zl_qkv_amx_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int format, int role,
                                zl_bundle a, int64_t t0, int64_t until, int64_t head) {
@@ -116,12 +135,21 @@ ZL_KERNEL void zl_qkv_amx_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_s
 
 ZL_KERNEL void zl_qkv_int8_all(const zl_task *t, int64_t rows, const zl_qkv *p, const zl_qkv_shape *s, zl_bundle a,
                                int format_q, int format_k, int format_v) {
+  const int one_format = format_q == format_k && format_k == format_v;
+  const int64_t heads = s->H + 2 * s->KVH;
   zl_walk walk;
-  zl_walk_begin(&walk, rows, s->K, s->H + 2 * s->KVH);
+  /* heads of several formats are not read side by side */
+  zl_walk_begin(&walk, rows, s->K, heads, one_format ? zl_first_half(t->n_threads, rows, heads) : 0);
   while (zl_walk_item(t, &walk)) {
     int64_t head;
     const int role = zl_qkv_role(s, walk.g, &head), by_tiles = walk.until > walk.t0;
     zl_walk_words(&walk, role == 0 ? format_q : role == 1 ? format_k : format_v, &a, s->K);
+    if (walk.other >= 0) {
+      int64_t both[2] = {head, 0};
+      const int roles[2] = {role, zl_qkv_role(s, walk.other, &both[1])};
+      ZL_FEW_ROWS(rows, zl_qkv_int8_pair, format_q, t, p, s, a, roles, both);
+      continue;
+    }
     /* equal formats share one body: the role only chooses pointers */
 #define ZL_ROLE(fixed_format, fixed_role)                                                                 \
   do {                                                                                                    \
@@ -129,7 +157,7 @@ ZL_KERNEL void zl_qkv_int8_all(const zl_task *t, int64_t rows, const zl_qkv *p, 
     if (by_tiles) zl_qkv_amx_tile(t, p, s, zl_format, zl_role, a, walk.t0, walk.until, head);             \
     zl_qkv_int8_item(t, p, s, zl_format, zl_role, &walk, a, head);                                        \
   } while (0)
-    if (format_q == format_k && format_k == format_v)
+    if (one_format)
       ZL_ROLE(format_q, role);
     else if (role == 0)
       ZL_ROLE(format_q, 0);
@@ -199,10 +227,40 @@ ZL_KERNEL void zl_qkv_bf16_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_
   for (int m = 0; m < MT; m++) zl_qkv_finish(t, p, s, role, first + m, head, x[m]);
 }
 
+/* Items item and, where NG is 2, item + half: whole heads. */
+ZL_KERNEL void zl_qkv_bf16_pair(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int format, int NG, int MT,
+                                const zl_pair *in, zl_turn turn, int64_t item, int64_t half) {
+  _Alignas(64) float x[2][ZL_STREAM_ROWS][ZL_MAX_HEAD_DIM];
+  const int64_t groups = s->hd / 16, bytes = zl_group_bytes(format, s->K);
+  const uint8_t *w[2] = {NULL, NULL};
+  int64_t head[2];
+  int role[2];
+  for (int i = 0; i < NG; i++) {
+    role[i] = zl_qkv_role(s, item + i * half, &head[i]);
+    w[i] = p->w[role[i]] + head[i] * groups * bytes;
+  }
+  for (int64_t g = 0; g < groups; g++) {
+    v16f acc[2][8];
+    const uint8_t *const group[2] = {w[0] + g * bytes, w[NG - 1] + g * bytes};
+    zl_dot_bf16(format, NG, MT, in, s->K, group, bytes, turn, acc);
+    for (int i = 0; i < NG; i++)
+      for (int m = 0; m < MT; m++) zl_store(x[i][m] + 16 * g, acc[i][m]);
+  }
+  for (int i = 0; i < NG; i++)
+    for (int m = 0; m < MT; m++) zl_qkv_finish(t, p, s, role[i], m, head[i], x[i][m]);
+}
+
 ZL_KERNEL void zl_qkv_bf16_all(const zl_task *t, int64_t rows, const zl_qkv *p, const zl_qkv_shape *s,
                                const float *in, int format) {
+  const int64_t heads = s->H + 2 * s->KVH, half = zl_first_half(t->n_threads, rows, heads);
+  if (half) {
+#define ZL_CALL(NG, MT, first, px, turn, item) zl_qkv_bf16_pair(t, p, s, format, NG, MT, px, turn, item, half)
+    ZL_BF16_PAIRS(rows, in, s->K, heads, half, ZL_CALL);
+#undef ZL_CALL
+    return;
+  }
 #define ZL_CALL(NG, MT, first, px, turn, item) zl_qkv_bf16_tile(t, p, s, format, MT, px, turn, first, item)
-  ZL_BF16_TILES(format, rows, in, s->K, s->H + 2 * s->KVH, 1, zl_bf16_room(t, format, s->hd / 16, s->K), ZL_CALL);
+  ZL_BF16_TILES(format, rows, in, s->K, heads, 1, zl_bf16_room(t, format, s->hd / 16, s->K), ZL_CALL);
 #undef ZL_CALL
 }
 

@@ -92,13 +92,11 @@ ZL_KERNEL void zl_bounds_put(v16f y, v16f b, int64_t r, int64_t g, float *bounds
   bounds[(2 * r + 1) * G + g] = zl_hmax(lower);
 }
 
-/* 16 outputs of group g for MT rows from `first` on -> their bounds */
-ZL_KERNEL void zl_bounds_tile(int MT, zl_bundle a, int64_t first, int64_t g, const uint8_t *w, const float *norms,
-                              const zl_slack *slack, float *bounds, int64_t N, int64_t K) {
+/* acc: 16 products of group g for MT rows from `first` on -> their bounds */
+ZL_KERNEL void zl_bounds_of(int MT, const v16f *acc, int64_t first, int64_t g, const float *norms, const zl_slack *slack,
+                            float *bounds, int64_t N) {
   const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
   const v16f error = zl_load_n(norms + 16 * g, n), size = zl_load_n(norms + N + 16 * g, n);
-  v16f acc[8];
-  zl_dot_int8(ZL_SCREEN_FORMAT, MT, MT, a, first, K, w + g * zl_group_bytes(ZL_SCREEN_FORMAT, K), ZL_NOTHING_NEXT, acc);
   ZL_UNROLL
   for (int m = 0; m < MT; m++) {
     const zl_slack s = slack[first + m];
@@ -109,6 +107,23 @@ ZL_KERNEL void zl_bounds_tile(int MT, zl_bundle a, int64_t first, int64_t g, con
   }
 }
 
+ZL_KERNEL void zl_bounds_tile(int MT, zl_bundle a, int64_t first, int64_t g, const uint8_t *w, const float *norms,
+                              const zl_slack *slack, float *bounds, int64_t N, int64_t K) {
+  v16f acc[8];
+  zl_dot_int8(ZL_SCREEN_FORMAT, MT, MT, a, first, K, w + g * zl_group_bytes(ZL_SCREEN_FORMAT, K), ZL_NOTHING_NEXT, acc);
+  zl_bounds_of(MT, acc, first, g, norms, slack, bounds, N);
+}
+
+/* All MT rows of groups g and other. */
+ZL_KERNEL void zl_bounds_pair(int MT, zl_bundle a, int64_t g, int64_t other, const uint8_t *w, const float *norms,
+                              const zl_slack *slack, float *bounds, int64_t N, int64_t K) {
+  const int64_t bytes = zl_group_bytes(ZL_SCREEN_FORMAT, K);
+  v16f acc[2][ZL_STREAM_ROWS];
+  zl_dot_int8_two(ZL_SCREEN_FORMAT, ZL_SCREEN_FORMAT, MT, a, 0, K, w + g * bytes, w + other * bytes, acc[0], acc[1]);
+  zl_bounds_of(MT, acc[0], 0, g, norms, slack, bounds, N);
+  zl_bounds_of(MT, acc[1], 0, other, norms, slack, bounds, N);
+}
+
 /* x f32[R,K], copy rows16 Q8_0 [N,K], norms f32[2,N] -> bounds f32[R,2,G]: for each group of 16 outputs the largest that
  * one can be, then the largest that one must be */
 ZL_KERNEL void zl_head_bounds(const zl_task *t, int64_t rows, const float *x, const uint8_t *copy, const float *norms,
@@ -117,7 +132,8 @@ ZL_KERNEL void zl_head_bounds(const zl_task *t, int64_t rows, const float *x, co
   const zl_screen_space s = zl_screen_scratch(t, K);
   zl_slack slack[ZL_SCREEN_ROWS];
   zl_bundle a = {s.q, s.scale, s.sums, NULL, 0};
-  zl_deal deal = {(N + 15) / 16, 0, 0, 0};
+  const int64_t G = (N + 15) / 16, half = zl_first_half(t->n_threads, rows, G);
+  zl_deal deal = {half ? half : G, 0, 0, 0};
   int64_t g;
   for (int64_t r = 0; r < rows; r++) { /* each thread for itself: shorter than a barrier */
     const float *row = x + r * K;
@@ -128,6 +144,10 @@ ZL_KERNEL void zl_head_bounds(const zl_task *t, int64_t rows, const float *x, co
   }
   zl_tile_words(ZL_SCREEN_FORMAT, &a, 0, rows, K, s.words);
   while (zl_deal_item(t, &deal, &g)) {
+    if (half && g + half < G) {
+      ZL_FEW_ROWS(rows, zl_bounds_pair, a, g, g + half, copy, norms, slack, bounds, N, K);
+      continue;
+    }
 #define ZL_CALL(MT, n, first) zl_bounds_tile(MT, a, first, g, copy, norms, slack, bounds, N, K)
     ZL_TOKEN_TILES(8, 0, rows, ZL_CALL)
 #undef ZL_CALL
@@ -195,7 +215,7 @@ ZL_KERNEL void zl_screened_linear_bf16(const zl_task *t, int64_t rows, const flo
   while (zl_screen_next(t, &deal, bounds, best, rows, out, N, &g)) {
     if (!pairs) pairs = zl_prepare_bf16(t, x, 0, rows, K);
 #define ZL_CALL(NG, MT, row, px, turn, item) \
-  zl_linear_bf16_tile(ZL_FMT_BF16, NG, MT, px, turn, row, item, w, NULL, NULL, out, N, K, ZL_ACT_NONE)
+  zl_linear_bf16_tile(ZL_FMT_BF16, NG, MT, px, turn, row, item, 1, w, NULL, NULL, out, N, K, ZL_ACT_NONE)
     ZL_BF16_ROW_TILES(1, pairs, K, 0, rows, g, NULL, ZL_CALL)
 #undef ZL_CALL
   }

@@ -38,14 +38,11 @@ ZL_KERNEL float zl_spread_norm(zl_bundle a, int64_t row, const float *spread, in
   return (float)((zl_norm_above(squares) + (double)K * 0x1p-125) * (1.0 + 10.0 * n / (1.0 - n)));
 }
 
-/* 16 outputs of group g for MT rows from `first` on -> their bounds */
-ZL_KERNEL void zl_split_bounds_tile(int MT, zl_bundle a, int64_t first, int64_t g, const uint8_t *high,
-                                    const float *norms, const float *size, float *bounds, int64_t N, int64_t K) {
+/* acc: 16 products with the upper bits of group g for MT rows from `first` on -> their bounds */
+ZL_KERNEL void zl_split_bounds_put(int MT, const v16f *acc, int64_t first, int64_t g, const float *norms,
+                                   const float *size, float *bounds, int64_t N, int64_t K) {
   const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
   const v16f norm = zl_load_n(norms + 16 * g, n);
-  v16f acc[8];
-  zl_dot_int8(ZL_FMT_Q8_HIGH, MT, MT, a, first, K, high + g * zl_group_bytes(ZL_FMT_Q8_HIGH, K), ZL_NOTHING_NEXT,
-              acc);
   ZL_UNROLL
   for (int m = 0; m < MT; m++) {
     v16f b = zl_fma(norm, zl_set(size[first + m]), zl_set((float)K * 0x1p-120f));
@@ -53,6 +50,24 @@ ZL_KERNEL void zl_split_bounds_tile(int MT, zl_bundle a, int64_t first, int64_t 
     b = zl_select((v16i)(b < 0x1p120f), b, zl_set(__builtin_inff())); /* sums that could leave the range of float */
     zl_bounds_put(acc[m], b, first + m, g, bounds, N);
   }
+}
+
+ZL_KERNEL void zl_split_bounds_tile(int MT, zl_bundle a, int64_t first, int64_t g, const uint8_t *high,
+                                    const float *norms, const float *size, float *bounds, int64_t N, int64_t K) {
+  v16f acc[8];
+  zl_dot_int8(ZL_FMT_Q8_HIGH, MT, MT, a, first, K, high + g * zl_group_bytes(ZL_FMT_Q8_HIGH, K), ZL_NOTHING_NEXT,
+              acc);
+  zl_split_bounds_put(MT, acc, first, g, norms, size, bounds, N, K);
+}
+
+/* All MT rows of groups g and other. */
+ZL_KERNEL void zl_split_bounds_pair(int MT, zl_bundle a, int64_t g, int64_t other, const uint8_t *high,
+                                    const float *norms, const float *size, float *bounds, int64_t N, int64_t K) {
+  const int64_t bytes = zl_group_bytes(ZL_FMT_Q8_HIGH, K);
+  v16f acc[2][ZL_STREAM_ROWS];
+  zl_dot_int8_two(ZL_FMT_Q8_HIGH, ZL_FMT_Q8_HIGH, MT, a, 0, K, high + g * bytes, high + other * bytes, acc[0], acc[1]);
+  zl_split_bounds_put(MT, acc[0], 0, g, norms, size, bounds, N, K);
+  zl_split_bounds_put(MT, acc[1], 0, other, norms, size, bounds, N, K);
 }
 
 /* q i8[R,K], scale f32[R,K/32], sums f32[R,K/16], rows16 Q8_HIGH [N,K], norms f32[N] of the rows l / s, s f32[K] ->
@@ -63,14 +78,29 @@ ZL_KERNEL void zl_split_bounds_int8(const zl_task *t, int64_t rows, const int8_t
   if (!t->screened) return;
   const zl_bundle a = {q, scale, sums, NULL, 0};
   float size[ZL_SCREEN_ROWS];
-  zl_deal deal = {(N + 15) / 16, 0, 0, 0};
+  const int64_t G = (N + 15) / 16, half = zl_first_half(t->n_threads, rows, G);
+  zl_deal deal = {half ? half : G, 0, 0, 0};
   int64_t g;
   for (int64_t r = 0; r < rows; r++) size[r] = zl_spread_norm(a, r, spread, K);
   while (zl_deal_item(t, &deal, &g)) {
+    if (half && g + half < G) {
+      ZL_FEW_ROWS(rows, zl_split_bounds_pair, a, g, g + half, high, norms, size, bounds, N, K);
+      continue;
+    }
 #define ZL_CALL(MT, n, first) zl_split_bounds_tile(MT, a, first, g, high, norms, size, bounds, N, K)
     ZL_TOKEN_TILES(8, 0, rows, ZL_CALL)
 #undef ZL_CALL
   }
+}
+
+/* All MT rows of group g: the two parts are two streams. */
+ZL_KERNEL void zl_split_linear_few(int MT, zl_bundle a, int64_t g, const uint8_t *high, const uint8_t *low, float *out,
+                                   int64_t N, int64_t K) {
+  v16f acc[2][ZL_STREAM_ROWS];
+  zl_dot_int8_two(ZL_FMT_Q8_HIGH, ZL_FMT_Q8_LOW, MT, a, 0, K, high + g * zl_group_bytes(ZL_FMT_Q8_HIGH, K),
+                  low + g * zl_group_bytes(ZL_FMT_Q8_LOW, K), acc[0], acc[1]);
+  zl_linear_int8_put(MT, acc[0], 0, g, NULL, NULL, out, N, ZL_ACT_NONE);
+  zl_linear_int8_put(MT, acc[1], 0, g, NULL, out, out, N, ZL_ACT_NONE);
 }
 
 /* q i8[R,K], scale f32[R,K/32], sums f32[R,K/16], rows16 Q8_HIGH and Q8_LOW [N,K], bounds of zl_split_bounds_int8 ->
@@ -83,11 +113,15 @@ ZL_KERNEL void zl_screened_split_linear_int8(const zl_task *t, int64_t rows, con
   float best[ZL_SCREEN_ROWS];
   zl_walk walk;
   if (t->screened) zl_screen_best(bounds, rows, (N + 15) / 16, best);
-  zl_walk_begin(&walk, rows, K, (N + 15) / 16); /* the few rows of a screened step are one tile */
+  zl_walk_begin(&walk, rows, K, (N + 15) / 16, 0); /* the few rows of a screened step are one tile */
   while (zl_walk_item(t, &walk)) {
     const int64_t g = walk.g, t0 = walk.t0, until = walk.until;
     if (t->screened && zl_screen_skips(bounds, best, rows, out, N, g)) continue;
     zl_walk_words(&walk, ZL_FMT_Q8_LOW, &a, K); /* totals: the same for both */
+    if (ZL_STREAMS == 2 && rows <= ZL_STREAM_ROWS) {
+      ZL_FEW_ROWS(rows, zl_split_linear_few, a, g, high, low, out, N, K);
+      continue;
+    }
     if (until > t0) {
       zl_linear_amx_tile(ZL_FMT_Q8_HIGH, a, t0, until, g, high, NULL, NULL, out, N, K, ZL_ACT_NONE);
       zl_linear_amx_tile(ZL_FMT_Q8_LOW, a, t0, until, g, low, NULL, out, out, N, K, ZL_ACT_NONE);

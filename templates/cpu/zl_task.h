@@ -38,6 +38,11 @@
 #define ZL_SCREEN_ROWS 8 /* cpu_rows.SCREEN_ROWS: more logit rows compute for longer than they read (zl_screen.h, _split.h) */
 #endif
 
+#ifndef ZL_STREAMS
+#define ZL_STREAMS 1 /* streams of weights that a thread reads side by side for one or two rows: a fact of the target */
+#endif
+#define ZL_STREAM_ROWS 2 /* with more rows the products take longer than the weights */
+
 #if defined(__AVX512BW__) /* x86-64-v4 tuning would split vectors into halves without being told */
 #define ZL_KERNEL static inline __attribute__((always_inline, min_vector_width(512)))
 #else
@@ -121,6 +126,14 @@ ZL_KERNEL int zl_deal_item(const zl_task *t, zl_deal *d, int64_t *item) {
   if (d->next == d->end && !zl_deal_more(t, d)) return 0;
   *item = d->next++;
   return 1;
+}
+
+/* Items in pairs.  A machine that fetches ahead within a page, and no further, reads two streams in different pages faster
+ * than one.  So a call that reads `items` runs of a matrix for few rows takes item i of the first half together with item
+ * i + half, and each half is read in its order.  Returns half, rounded up (the last of the first half may be alone); 0
+ * where items are taken one by one: for more rows, on other targets, where a thread would get less than two pairs. */
+ZL_KERNEL int64_t zl_first_half(int32_t n_threads, int64_t rows, int64_t items) {
+  return ZL_STREAMS == 2 && rows <= ZL_STREAM_ROWS && items >= 4 * (int64_t)n_threads ? (items + 1) / 2 : 0;
 }
 
 /* token_seq[T] from seq_starts[S + 1]; serial, for the step's prologue. */

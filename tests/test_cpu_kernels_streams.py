@@ -1,0 +1,169 @@
+"""One and two rows that read two streams of weights side by side (``zl_first_half``).
+
+The same bits as one stream, which the other tests compare with numpy, for all formats, numbers of
+outputs and threads; and memory ends where the arrays end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_harness import BLOCK, KV_BLOCK_BYTES, Batch, Kernels, floats, kernels_for
+from test_cpu_kernels_attention import F16, make_batch
+from test_cpu_kernels_linear import ACT, F32, bundle, packed, weights
+from test_cpu_kernels_screen import SCREENED, gaussian
+from test_cpu_kernels_split import Split, quantized
+from zerolayer.compiler.passes.screen import encode
+from zerolayer.targets import cpu_layouts
+
+#: outputs: whole pairs, the last group alone, a last group of five, fewer than two pairs a thread
+OUTPUTS = (64, 144, 213, 40)
+#: threads and rows; the last is more rows than are read in two streams
+RUNS = [(threads, rows) for threads in (1, 2, 3, 5) for rows in (1, 2)] + [(2, 3)]
+
+
+@pytest.fixture(scope="module", params=["streams", "ubsan-v3"])
+def two(request: pytest.FixtureRequest) -> Kernels:
+    return Kernels(kernels_for(request.param).path, guard=True)
+
+
+@pytest.fixture(scope="module")
+def streams() -> Kernels:
+    return Kernels(kernels_for("streams").path, guard=True)
+
+
+@pytest.fixture(scope="module")
+def one() -> Kernels:
+    return kernels_for("v3")
+
+
+def same(
+    two: Kernels,
+    one: Kernels,
+    name: str,
+    rows: int,
+    threads: int,
+    arrays: list[Any],
+    results: int,
+    ints: list[int],
+    batch: Batch | None = None,
+) -> None:
+    """The last ``results`` of the arrays have the same bytes."""
+    found, wanted = ([np.full_like(a, 77) for a in arrays[-results:]] for _ in range(2))
+    one.call(name, rows, [*arrays[:-results], *wanted], ints, batch=batch, threads=1)
+    two.call(name, rows, [*arrays[:-results], *found], ints, batch=batch, threads=threads)
+    for got, want in zip(found, wanted, strict=True):
+        assert got.tobytes() == want.tobytes(), (name, rows, threads)
+        assert (want != 77).any()
+
+
+@pytest.mark.parametrize("fmt", [*BLOCK, "Q8_HIGH", "Q8_LOW"])
+def test_linear_int8(two: Kernels, one: Kernels, fmt: str) -> None:
+    rng = np.random.default_rng(1)
+    for n in OUTPUTS:
+        source = "Q8_0" if fmt.startswith("Q8_") else fmt
+        w, _ = weights(rng, source, n, 512)
+        w = Split(one, w).high if fmt == "Q8_HIGH" else Split(one, w).low if fmt == "Q8_LOW" else (
+            packed(fmt, w)
+        )  # fmt: skip
+        for threads, rows in RUNS:
+            bias = floats(rng, n) if threads % 2 else None
+            arrays = [*bundle(floats(rng, rows, 512)), w, bias, np.zeros((rows, n), np.float32)]
+            same(two, one, f"linear_int8_{fmt}", rows, threads, arrays, 1, [n, 512])
+
+
+@pytest.mark.parametrize("form", ["int8", "bf16", "bf16_12"])
+def test_fused_forms(streams: Kernels, one: Kernels, form: str) -> None:
+    """LinearAdd, ActLinear, GatedLinear and its quantizing form."""
+    rng = np.random.default_rng(2)
+    k = 320
+    for n in (64, 96, 160, 224):
+        gate, up = (made(rng, form, n, k) for _ in range(2))
+        biases = [floats(rng, n), None]
+        for threads, rows in RUNS:
+            x, residual = floats(rng, rows, k), floats(rng, rows, n)
+            a = list(bundle(x)) if form == "int8" else [x]
+            out = np.zeros((rows, n), np.float32)
+            quantized_ = [np.zeros((rows, n), np.int8), out[:, : n // 32].copy()]
+            quantized_.append(out[:, : n // 16].copy())
+            runs: list[tuple[str, list[Any], int, list[int]]] = [
+                ("linear_add", [*a, gate, residual, biases[0], out], 1, [n, k]),
+                ("act_linear", [*a, gate, biases[1], out], 1, [n, k, ACT["silu"]]),
+                ("gated", [*a, gate, up, *biases, out], 1, [n, k, ACT["silu"]]),
+                ("gated_quantize", [*a, gate, up, *biases, *quantized_], 3, [n, k, ACT["silu"]]),
+            ]
+            for name, arrays, results, ints in runs:
+                same(streams, one, f"{name}_{form}", rows, threads, arrays, results, ints)
+
+
+def made(rng: np.random.Generator, form: str, n: int, k: int) -> Any:
+    """Packed weights of a form of the kernels."""
+    if form == "int8":
+        return packed("Q4_1", weights(rng, "Q4_1", n, k)[0])
+    return cpu_layouts.pack("rows16", form.upper(), weights(rng, "BF16", n, k)[0])
+
+
+def test_linear_bf16(two: Kernels, one: Kernels) -> None:
+    rng = np.random.default_rng(3)
+    for form, k in (("bf16", 77), ("bf16_12", 320)):
+        for n in OUTPUTS:
+            w = made(rng, form, n, k)
+            for threads, rows in RUNS:
+                arrays = [floats(rng, rows, k), w, floats(rng, n), np.zeros((rows, n), np.float32)]
+                same(two, one, f"linear_{form}", rows, threads, arrays, 1, [n, k])
+
+
+@pytest.mark.parametrize("name", ["qkv_int8", "qkv_int8_mixed", "qkv_bf16", "qkv_bf16_12"])
+def test_qkv_rope_cache(streams: Kernels, one: Kernels, name: str) -> None:
+    """Ten heads and nine: pairs of q and q, q and k, k and v; one of two formats is not paired."""
+    rng = np.random.default_rng(4)
+    hd, k, bs = 32, 256, 16
+    formats = ("Q4_K", "Q8_0", "Q6_K") if "mixed" in name else ("Q4_1",) * 3
+    for heads, kvh in ((6, 2), (5, 2), (3, 3)):
+        sizes = (heads * hd, kvh * hd, kvh * hd)
+        if "int8" in name:
+            ws = [packed(f, weights(rng, f, n, k)[0]) for f, n in zip(formats, sizes, strict=True)]
+        else:
+            ws = [made(rng, name.removeprefix("qkv_"), n, k) for n in sizes]
+        for threads, rows in RUNS:
+            batch, t, total = make_batch([(7, 1), (30, 1), (5, 1)][:rows], bs)
+            assert t == rows
+            x = floats(rng, rows, k)
+            a = list(bundle(x)) if "int8" in name else [x]
+            rest: list[Any] = [*(floats(rng, n) for n in sizes), floats(rng, hd), None]
+            rest += [floats(rng, rows, hd // 2), floats(rng, rows, hd // 2)]
+            found = []
+            for kernels, n_threads in ((one, 1), (streams, threads)):
+                q = np.full((rows, heads * hd), 77, np.float32)
+                pools = [np.zeros(total * KV_BLOCK_BYTES, np.uint8) for _ in range(2)]
+                arrays = [*a, *ws, *rest, *pools, batch.positions, None, None, q, *pools]
+                ints = [k, heads, kvh, hd, hd, 0, bs, F16]
+                kernels.call(name, rows, arrays, ints, [1e-6], batch, n_threads)
+                outputs: list[Any] = [q, *pools]
+                found.append([x.tobytes() for x in outputs])
+                assert (q != 77).all() and all(p.any() for p in pools)
+            assert found[0] == found[1], (heads, kvh, threads, rows)
+
+
+def test_screens(two: Kernels, one: Kernels) -> None:
+    """Bounds of a projection's own upper bits and of a copy, and the logits of both parts."""
+    rng = np.random.default_rng(5)
+    k = 256
+    for n in OUTPUTS:
+        w = gaussian(rng, n, k)
+        head = Split(one, quantized(w))
+        copy, norms = encode(w)
+        for threads, rows in RUNS:
+            x = floats(rng, rows, k)
+            a = bundle(x)
+            bounds = np.zeros((rows, 2, -(-n // 16)), np.float32)
+            arrays = [*a, head.high, head.norms, head.spread, bounds]
+            same(two, one, "split_bounds_int8", rows, threads, arrays, 1, [n, k], SCREENED)
+            arrays = [x, packed("Q8_0", copy), norms, bounds]
+            same(two, one, "head_bounds", rows, threads, arrays, 1, [n, k, F32], SCREENED)
+            both = np.ascontiguousarray(np.stack(head.bounds(x), axis=1))
+            for batch in (SCREENED, Batch()):
+                arrays = [*a, head.high, head.low, both, np.zeros((rows, n), np.float32)]
+                same(two, one, "split_int8", rows, threads, arrays, 1, [n, k], batch)
