@@ -1,14 +1,10 @@
 // How one token's product reads its weights: in one, two or four streams a thread, asking ahead or
 // not, beside a program that only reads.  Usage: streams THREADS ROUNDS.  Lines of "what GB/s ...",
-// a figure a round; what is measured in a round begins elsewhere each time.
+// a figure a round; each round measures all of them in an order of its own.
 //
-// The kernels are those of the templates, of the format ZL_FMT_BENCH.  A matrix has 96 groups of 16
-// rows a thread and 576 columns, as SmolLM2's; matrices follow each other through MEMORY bytes.
+// The products are those of the templates (zl_dot_stream), of the format ZL_FMT_BENCH.  A matrix has
+// 96 groups of 16 rows a thread and 576 columns, as SmolLM2's; matrices follow each other in memory.
 #define _GNU_SOURCE
-#define ZL_KV_BLOCK_BYTES 65536
-#define ZL_SCRATCH_BYTES 65536
-#define ZL_SLOTS_BYTES 65536
-#define ZL_MAX_HEAD_DIM 256
 #include "zl_linear_int8.h"
 
 #include <pthread.h>
@@ -18,12 +14,11 @@
 #include <sys/mman.h>
 #include <time.h>
 
-#define MEMORY ((size_t)192 << 20)  // several times a last cache's share
+#define MEMORY ((size_t)512 << 20)  // more than most last caches
 #define MOST_THREADS 64
 #define MOST_ROUNDS 200
 enum { K = 576, BLOCKS = K / 32, GROUPS = 96 };
 #define FORMAT ZL_FMT_BENCH
-#define BLOCK_BYTES (zl_block_bytes(FORMAT) * 32 / zl_block_cols(FORMAT))
 
 static int8_t q[K] __attribute__((aligned(64)));
 static float scale[BLOCKS] __attribute__((aligned(64))), sums[2 * BLOCKS] __attribute__((aligned(64)));
@@ -48,17 +43,8 @@ ZL_KERNEL void product(int streams, int64_t ahead, const uint8_t *matrix, float 
         ZL_NO_UNROLL
         for (int64_t kb = 0; kb < BLOCKS; kb++) {
             ZL_UNROLL
-            for (int s = 0; s < streams; s++) {
-                const uint8_t *w = matrix + (g + s * run) * bytes;
-                zl_block b;
-                zl_nibbled upper;
-                zl_block_load(FORMAT, w, kb, &b);
-                zl_take_apart(FORMAT, &b, &upper);
-                ZL_UNROLL
-                for (int64_t i = 0; ahead && i < BLOCK_BYTES; i += 64)
-                    __builtin_prefetch(w + kb * BLOCK_BYTES + ahead + i, 0, 3);
-                zl_dot_block(FORMAT, 1, &b, &upper, a, 0, K, kb, &acc[s]);
-            }
+            for (int s = 0; s < streams; s++)
+                zl_dot_stream(FORMAT, 1, ahead, a, 0, K, kb, matrix + (g + s * run) * bytes, &acc[s]);
         }
         ZL_UNROLL
         for (int s = 0; s < streams; s++) zl_store(out + 16 * (g + s * run), acc[s]);
@@ -79,7 +65,8 @@ ZL_KERNEL void only_read(int streams, const uint8_t *matrix, float *out) {
     X(read_1, only_read(1, m, o)) X(read_2, only_read(2, m, o)) X(read_4, only_read(4, m, o))    \
     X(product_1_0, product(1, 0, m, o)) X(product_1_1536, product(1, 1536, m, o))                \
     X(product_1_4096, product(1, 4096, m, o)) X(product_2_0, product(2, 0, m, o))                \
-    X(product_2_768, product(2, 768, m, o)) X(product_2_1536, product(2, 1536, m, o))            \
+    X(product_2_512, product(2, 512, m, o)) X(product_2_1024, product(2, 1024, m, o))            \
+    X(product_2_1536, product(2, 1536, m, o)) X(product_2_2048, product(2, 2048, m, o))          \
     X(product_2_4096, product(2, 4096, m, o)) X(product_4_0, product(4, 0, m, o))                \
     X(product_4_1536, product(4, 1536, m, o))
 #define DEFINE(name, call) \
@@ -125,7 +112,7 @@ static double rate(way run, int threads) {
     pthread_t ids[MOST_THREADS];
     job jobs[MOST_THREADS];
     pthread_barrier_t together;
-    pthread_barrier_init(&together, NULL, (unsigned)threads);
+    if (pthread_barrier_init(&together, NULL, (unsigned)threads)) exit(1);
     for (int i = 0; i < threads; i++) {
         jobs[i] = (job){i, threads, run, &together, 0, 0};
         if (pthread_create(&ids[i], NULL, enter, &jobs[i])) exit(1);
@@ -136,6 +123,7 @@ static double rate(way run, int threads) {
         if (jobs[i].begin < begin) begin = jobs[i].begin;
         if (jobs[i].end > end) end = jobs[i].end;
     }
+    pthread_barrier_destroy(&together);
     const size_t matrix = (size_t)(GROUPS * zl_group_bytes(FORMAT, K)) * (size_t)threads;
     return (double)(MEMORY / matrix * matrix) / (end - begin) / 1e9;
 }
@@ -148,14 +136,19 @@ int main(int argc, char **argv) {
     memory = mmap(NULL, MEMORY + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return 1;
     madvise(memory, MEMORY + page, MADV_HUGEPAGE);
-    for (size_t i = 0; i < MEMORY + page; i++) memory[i] = (uint8_t)(i * 7 & 0x3b);  // scales of small numbers
+    for (size_t i = 0; i < MEMORY + page; i++) memory[i] = (uint8_t)(i * 7 & 0x3b);  // no scale is NaN
     for (int i = 0; i < K; i++) q[i] = (int8_t)i;
     for (int i = 0; i < BLOCKS; i++) scale[i] = 0.01f;
-    for (int r = 0; r < rounds; r++)
-        for (int i = 0; i < N_WAYS; i++) {
-            const int way = (i * 7 + r) % N_WAYS;  // 7 and their number have no common divisor
-            found[way][r] = rate(ways[way].run, threads);
+    int order[N_WAYS];
+    for (int i = 0; i < N_WAYS; i++) order[i] = i;
+    for (int r = 0; r < rounds; r++) {
+        for (int i = N_WAYS - 1; i > 0; i--) {
+            const int other = rand() % (i + 1), taken = order[i];
+            order[i] = order[other];
+            order[other] = taken;
         }
+        for (int i = 0; i < N_WAYS; i++) found[order[i]][r] = rate(ways[order[i]].run, threads);
+    }
     for (int i = 0; i < N_WAYS; i++) {
         printf("%s", ways[i].name);
         for (int r = 0; r < rounds; r++) printf(" %.2f", found[i][r]);

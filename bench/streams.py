@@ -3,7 +3,7 @@
 
 In: nothing but the templates.  Out: a table on stdout (or ``--json``): GB/s of a product of one
 token that reads one, two or four streams a thread and asks for them so many bytes ahead or not at
-all, beside a program that only reads; medians over rounds, each of which begins with another way.
+all, beside a program that only reads; medians over rounds, each in an order of its own.
 Next file: ``neighbours.py``.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -46,12 +47,14 @@ def named(way: str) -> tuple[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n")[0].split()))
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="default 1 2")
+    parser.add_argument("--threads", type=int, nargs="+", help="default 1 2")
     parser.add_argument("--rounds", type=int, default=15, help="1 to 200, default 15")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if not 1 <= options.rounds <= 200 or not all(1 <= t <= 64 for t in options.threads):
-        parser.error("--rounds is in 1..200, --threads in 1..64")
+    cpus = min(64, len(os.sched_getaffinity(0)))
+    options.threads = options.threads or [1, 2][:cpus]
+    if not 1 <= options.rounds <= 200 or not all(1 <= t <= cpus for t in options.threads):
+        parser.error(f"--rounds is in 1..200, --threads in 1..{cpus} (CPUs of this process)")
     found = []
     with tempfile.TemporaryDirectory(prefix="zl-streams-") as folder:
         for fmt in FORMATS:
@@ -69,19 +72,16 @@ def main() -> int:
         "| streams | bytes ahead | " + " | ".join(f"{f}, threads: {t}" for f, t in columns) + " |"
     )
     print("|---" * (2 + len(columns)) + "|")
-    for streams, ahead in dict.fromkeys((r["streams"], r["ahead"]) for r in found):
-        cells = []
-        for column in columns:
-            (row,) = (
-                r
-                for r in found
-                if (r["format"], r["threads"], r["streams"], r["ahead"])
-                == (*column, streams, ahead)
-            )
-            figures = row["gb_per_second"]
-            low, high = min(figures), max(figures)
-            cells.append(f"{statistics.median(figures):.1f} ({low:.1f}-{high:.1f})")
-        print(f"| {streams} | {ahead} | " + " | ".join(cells) + " |")
+    cells = {
+        (r["streams"], r["ahead"], r["format"], r["threads"]): (
+            f"{statistics.median(r['gb_per_second']):.1f}"
+            f" ({min(r['gb_per_second']):.1f}-{max(r['gb_per_second']):.1f})"
+        )
+        for r in found
+    }
+    for streams, ahead in dict.fromkeys(key[:2] for key in cells):
+        line = [cells[streams, ahead, fmt, threads] for fmt, threads in columns]
+        print(f"| {streams} | {ahead} | " + " | ".join(line) + " |")
     return 0
 
 

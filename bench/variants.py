@@ -1,7 +1,7 @@
 """Builds of one model against each other: steps in turn, in one process, on the same weights.
 
 In: artifacts of the same model, target and formats, for example of two versions of the compiler or
-of two fusion levels.  Out: a table on stdout (or ``--json``).  Next file: ``neighbours.py``.
+of two fusion levels.  Out: a table on stdout (or ``--json``).  Next file: ``streams.py``.
 
 A machine whose memory and cores others share moves by tens of per cent within a minute; differences
 of a few per cent need more than two runs after each other.  Here each build's code runs on the

@@ -297,7 +297,8 @@ def _kernel_facts(injector: Injector, row: KernelRow, constants: Mapping[str, Co
     if not row.weight_layout or "K" not in constants:
         return 0
     _stream_bytes(injector)
-    _streams(injector)
+    if row.op in ("HeadBounds", "SplitBounds") or row.function.endswith(("_int8", "_bf16")):
+        _streams(injector)
     if row.function.endswith("_int8"):  # zl_tile_tokens
         injector.derive("prefetch_bytes", _PREFETCH_BYTES)
         tile_bytes = _tile_bytes(injector)

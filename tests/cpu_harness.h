@@ -22,6 +22,7 @@ static int call(zl_team_fn fn, const state *s, int64_t rows, void *const *p, con
   return 0;
 }
 int validate(const zl_module_info *info, uint64_t kv_blocks, const zl_batch *b) { return zl_validate_batch(info, kv_blocks, b); }
+int64_t first_half(int32_t n_threads, int64_t rows, int64_t items) { return zl_first_half(n_threads, rows, items); }
 double uniform(uint64_t seed, uint64_t draw) { return zl_uniform(seed, draw); }
 void exp_all(const float *x, float *y, int64_t n) { for (int64_t i = 0; i < n; i += 16) zl_store_n(y + i, zl_exp(zl_load_n(x + i, n - i)), n - i); }
 void silu_times_all(const float *x, const float *u, float *y, int64_t n) { for (int64_t i = 0; i < n; i += 16) zl_store_n(y + i, zl_act_times(ZL_ACT_SILU, zl_load_n(x + i, n - i), zl_load_n(u + i, n - i)), n - i); }

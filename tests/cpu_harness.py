@@ -298,7 +298,7 @@ def has(level: str, name: str) -> bool:
             name.startswith(("linear_int8", "split_"))
             or name.endswith(("bf16", "bf16_12"))
             or name in {"linear_add_int8", "act_linear_int8", "gated_int8", "gated_quantize_int8"}
-            or name in {"qkv_int8", "qkv_int8_mixed", "head_bounds", "quantize"}
+            or name in {"qkv_int8", "qkv_int8_mixed", "head_bounds"}
         )
     if level == "ubsan-amx":
         return name in {"linear_int8_Q4_1", "linear_int8_Q8_0", "linear_int8_Q6_K"}

@@ -96,7 +96,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(
     scope="module",
     params=[(t, *p) for t in TARGETS for p in PRECISIONS]
-    + [("streams", *p) for p in PRECISIONS if p[:2] in (("llama", "int8"), ("gemma2", "bf16"))],
+    + [("streams", *p) for p in PRECISIONS if p[:2] in (("llama", "int8"), ("llama", "bf16"))],
     ids=lambda p: "-".join((p[0], p[1], p[2], *(o for o in p[3] if o[:2] != "--"))),
 )
 def compiled(

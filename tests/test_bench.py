@@ -186,7 +186,10 @@ def test_a_kernel_above_its_ceiling_is_explained() -> None:
     assert "Above 100 % of the int8 peak measured in its round: the ceiling of that round" in text
 
 
-SCRIPTS = ("bench/footprint.py", "bench/compile_memory.py", "bench/start.py", "bench/neighbours.py")
+SCRIPTS = (
+    *("bench/footprint.py", "bench/compile_memory.py", "bench/start.py", "bench/neighbours.py"),
+    "bench/streams.py",
+)
 NOTHING_INSTALLED = {"PATH": os.environ["PATH"]}
 
 
@@ -368,3 +371,18 @@ def test_prompts_stay_in_a_small_vocabulary() -> None:
 
 def test_the_operators_of_a_screened_projection_are_the_targets() -> None:
     assert set(_SCREENED) == SCREENED
+
+
+def test_streams_are_measured() -> None:
+    """Every way has a rate for each round; a thread more than there are CPUs is refused."""
+    command = [sys.executable, "bench/streams.py", "--threads", "1", "--rounds", "2", "--json"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    rows = json.loads(done.stdout)
+    ways = {(r["format"], r["streams"], r["ahead"]) for r in rows}
+    assert len(ways) == len(rows) and {r["streams"] for r in rows} == {1, 2, 4}
+    assert {r["format"] for r in rows} == {"Q4_0", "Q8_0"}
+    assert {"only reads", "not asked", "1536"} <= {r["ahead"] for r in rows}
+    assert all(len(r["gb_per_second"]) == 2 and min(r["gb_per_second"]) > 0 for r in rows)
+    command[3] = "9999"
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 2 and "--threads in 1.." in done.stderr

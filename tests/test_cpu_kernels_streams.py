@@ -6,6 +6,7 @@ outputs and threads; and memory ends where the arrays end.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,19 @@ from zerolayer.compiler.passes.screen import encode
 from zerolayer.targets import cpu_layouts
 
 #: outputs: whole pairs, the last group alone, a last group of five, fewer than two pairs a thread
-OUTPUTS = (64, 144, 213, 40)
-#: threads and rows; the last is more rows than are read in two streams
-RUNS = [(threads, rows) for threads in (1, 2, 3, 5) for rows in (1, 2)] + [(2, 3)]
+OUTPUTS = (64, 144, 341, 40)
+#: threads and rows; the last are none, and more than are read in two streams
+RUNS = [(threads, rows) for threads in (1, 2, 3, 5) for rows in (1, 2)] + [(2, 0), (2, 3)]
+
+
+def test_items_are_paired_as_the_runs_expect(streams: Kernels, one: Kernels) -> None:
+    """Halves are rounded up; one by one for less than two pairs a thread, no rows, three rows."""
+    half = streams.lib.first_half
+    half.argtypes, half.restype = (ctypes.c_int32, ctypes.c_int64, ctypes.c_int64), ctypes.c_int64
+    assert [half(t, 1, 22) for t in (1, 2, 3, 5, 6)] == [11, 11, 11, 11, 0]
+    assert [half(2, 2, n) for n in (7, 8, 9, 10)] == [0, 4, 5, 5]
+    assert [half(1, rows, 22) for rows in (0, 1, 2, 3)] == [0, 11, 11, 0]
+    assert one.lib.first_half(ctypes.c_int32(1), ctypes.c_int64(1), ctypes.c_int64(22)) == 0
 
 
 @pytest.fixture(scope="module", params=["streams", "ubsan-v3"])
@@ -56,7 +67,7 @@ def same(
     two.call(name, rows, [*arrays[:-results], *found], ints, batch=batch, threads=threads)
     for got, want in zip(found, wanted, strict=True):
         assert got.tobytes() == want.tobytes(), (name, rows, threads)
-        assert (want != 77).any()
+        assert (want != 77).any() or not rows
 
 
 @pytest.mark.parametrize("fmt", [*BLOCK, "Q8_HIGH", "Q8_LOW"])
@@ -79,23 +90,31 @@ def test_fused_forms(streams: Kernels, one: Kernels, form: str) -> None:
     """LinearAdd, ActLinear, GatedLinear and its quantizing form."""
     rng = np.random.default_rng(2)
     k = 320
-    for n in (64, 96, 160, 224):
+    for n in (64, 96, 160, 352):
         gate, up = (made(rng, form, n, k) for _ in range(2))
         biases = [floats(rng, n), None]
         for threads, rows in RUNS:
             x, residual = floats(rng, rows, k), floats(rng, rows, n)
             a = list(bundle(x)) if form == "int8" else [x]
             out = np.zeros((rows, n), np.float32)
-            quantized_ = [np.zeros((rows, n), np.int8), out[:, : n // 32].copy()]
-            quantized_.append(out[:, : n // 16].copy())
+            bundle_ = [np.zeros((rows, n), np.int8), out[:, : n // 32].copy()]
+            bundle_.append(out[:, : n // 16].copy())
             runs: list[tuple[str, list[Any], int, list[int]]] = [
                 ("linear_add", [*a, gate, residual, biases[0], out], 1, [n, k]),
                 ("act_linear", [*a, gate, biases[1], out], 1, [n, k, ACT["silu"]]),
                 ("gated", [*a, gate, up, *biases, out], 1, [n, k, ACT["silu"]]),
-                ("gated_quantize", [*a, gate, up, *biases, *quantized_], 3, [n, k, ACT["silu"]]),
+                ("gated_quantize", [*a, gate, up, *biases, *bundle_], 3, [n, k, ACT["silu"]]),
             ]
             for name, arrays, results, ints in runs:
                 same(streams, one, f"{name}_{form}", rows, threads, arrays, results, ints)
+            found = []
+            for kernels, n_threads in ((one, 1), (streams, threads)):  # in place
+                x = residual.copy()
+                kernels.call(
+                    f"linear_add_{form}", rows, [*a, gate, x, None, x], [n, k], threads=n_threads
+                )
+                found.append(x.tobytes())
+            assert found[0] == found[1], (n, threads, rows)
 
 
 def made(rng: np.random.Generator, form: str, n: int, k: int) -> Any:
@@ -117,11 +136,11 @@ def test_linear_bf16(two: Kernels, one: Kernels) -> None:
 
 @pytest.mark.parametrize("name", ["qkv_int8", "qkv_int8_mixed", "qkv_bf16", "qkv_bf16_12"])
 def test_qkv_rope_cache(streams: Kernels, one: Kernels, name: str) -> None:
-    """Ten heads and nine: pairs of q and q, q and k, k and v; one of two formats is not paired."""
+    """Pairs of q, k and v in all ways, and a head alone; three formats are not paired."""
     rng = np.random.default_rng(4)
     hd, k, bs = 32, 256, 16
     formats = ("Q4_K", "Q8_0", "Q6_K") if "mixed" in name else ("Q4_1",) * 3
-    for heads, kvh in ((6, 2), (5, 2), (3, 3)):
+    for heads, kvh in ((6, 2), (5, 2), (3, 3), (9, 3), (14, 4)):
         sizes = (heads * hd, kvh * hd, kvh * hd)
         if "int8" in name:
             ws = [packed(f, weights(rng, f, n, k)[0]) for f, n in zip(formats, sizes, strict=True)]
@@ -143,7 +162,7 @@ def test_qkv_rope_cache(streams: Kernels, one: Kernels, name: str) -> None:
                 kernels.call(name, rows, arrays, ints, [1e-6], batch, n_threads)
                 outputs: list[Any] = [q, *pools]
                 found.append([x.tobytes() for x in outputs])
-                assert (q != 77).all() and all(p.any() for p in pools)
+                assert rows == 0 or ((q != 77).all() and all(p.any() for p in pools))
             assert found[0] == found[1], (heads, kvh, threads, rows)
 
 

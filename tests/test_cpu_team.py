@@ -24,17 +24,18 @@ HERE = Path(__file__).parent
 TEMPLATES = HERE.parent / "templates" / "cpu"
 
 
-@pytest.fixture(scope="module", params=["x86_64_v3", "znver4"])
+@pytest.fixture(scope="module", params=[("x86_64_v3", 1), ("x86_64_v3", 2), ("znver4", 1)])
 def checks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The checks for one instruction set that this machine has."""
+    """The checks for one instruction set that this machine has, and one or two streams."""
     flags = Path("/proc/cpuinfo").read_text()
-    if request.param == "znver4" and "avx512_bf16" not in flags:
+    level, streams = request.param
+    if level == "znver4" and "avx512_bf16" not in flags:
         pytest.skip("this machine cannot run zen4 code")
-    out = tmp_path_factory.mktemp("team") / f"{request.param}.so"
+    out = tmp_path_factory.mktemp("team") / f"{level}-{streams}.so"
     command = [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-gnu"]
-    command += [f"-mcpu={request.param}", "-O2", "-std=gnu11", "-ffp-contract=off", "-pthread"]
+    command += [f"-mcpu={level}", "-O2", "-std=gnu11", "-ffp-contract=off", "-pthread"]
     command += ["-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-I", str(TEMPLATES)]
-    command += ["-DZL_STREAMS=2"]
+    command += [f"-DZL_STREAMS={streams}"]
     command += [str(HERE / "team_checks.c"), "-o", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -125,8 +126,10 @@ def test_regions_are_the_matrices_in_the_order_of_use(activations: str) -> None:
         for name in filter(None, call.inputs):
             b = buffers[name]
             if b.kind is BufferKind.WEIGHT and b.layout == "rows16":
-                wanted.append((b.offset, b.nbytes, call.phase))
+                paired = activations == "int8" and not call.op.startswith("GatedLinear")
+                wanted.append((b.offset, b.nbytes, call.phase, int(paired)))
     assert [(r[0], r[1] * r[3]) for r in regions] == [w[:2] for w in wanted]
+    assert [r[6] for r in regions] == [w[3] for w in wanted]
     assert [w[2] for w in wanted] == sorted(w[2] for w in wanted)
     numbers = {p: i for i, p in enumerate(sorted({c.phase for c in entry.calls}))}
     assert [r[5] for r in regions] == [numbers[w[2]] for w in wanted]
@@ -135,7 +138,7 @@ def test_regions_are_the_matrices_in_the_order_of_use(activations: str) -> None:
         assert phase[3] == (later[0] if later else 0)
 
 
-def test_a_thread_reads_its_own_share_ahead(checks: Any) -> None:
+def test_a_thread_reads_its_own_share_ahead(checks: Any, request: pytest.FixtureRequest) -> None:
     """As zl_share deals it: a projection of 9 + 3 + 3 heads, then a matrix of 36 groups."""
     table = (Region * 4)(
         Region(1000, 10, 0, 9, 15, 2, 1), Region(1090, 10, 9, 3, 15, 2, 1),
@@ -152,11 +155,16 @@ def test_a_thread_reads_its_own_share_ahead(checks: Any) -> None:
     assert ahead(2, 5, 3, 3, 3) == [5000 + 36 * 2 // 5 * 100, 5000 + 36 * 3 // 5 * 100]
     assert ahead(63, 64, 1, 0, 3) == [1140, 1150]  # 15 heads for 64 threads
     assert ahead(1, 64, 1, 0, 3) == []
+    if request.node.callspec.params["checks"][1] == 1:
+        for rows in (0, 1, 2):
+            assert ahead(0, 2, 1, 0, rows) == [1000, 1070]
+        return
     # two rows and one take the items in pairs: eight of heads, the last one alone, 18 of groups
     assert ahead(0, 2, 1, 0, 2) == [1000, 1040, 1080, 1090, 1090, 1120]
     assert ahead(1, 2, 1, 0, 2) == [1040, 1080, 1120, 1150]
     assert ahead(0, 2, 3, 3, 1) == [5000, 5900, 6800, 7700]
     assert ahead(1, 2, 3, 3, 1) == [5900, 6800, 7700, 8600]
+    assert ahead(0, 2, 1, 0, 0) == [1000, 1070]
     # fewer than two pairs a thread: one by one
     assert ahead(0, 5, 1, 0, 1) == [1000, 1030]
     table[3].in_pairs = 0  # a call that never does

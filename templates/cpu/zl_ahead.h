@@ -4,8 +4,8 @@
  *
  * One token's step is one pass over the weights, and which bytes come next is known before the step begins.  Memory
  * would idle while a thread waits at a barrier: here the thread fetches its share of the next matrices into L2 instead.
- * Only hints are given: results do not depend on it.  A kernel for few tokens leaves its stream to the machine's
- * prefetchers: asking for its lines by hand costs more than it brings (docs/decisions.md).
+ * Only hints are given: results do not depend on it.  How a kernel for few tokens reads its own stream is a fact of the
+ * target (zl_asks, zl_first_half).
  */
 #ifndef ZL_AHEAD_H
 #define ZL_AHEAD_H
@@ -33,7 +33,7 @@ typedef struct zl_ahead {
   int32_t next;  /* region after those in hand */
   int32_t phase; /* of those in hand */
   int32_t streams;
-  int64_t rows;   /* of the step */
+  int64_t rows;   /* of the current phase; where those of a later one are others, its shares are as of these */
   int64_t budget; /* bytes that this phase may still fetch */
   const char *at[ZL_AHEAD_STREAMS], *end[ZL_AHEAD_STREAMS];
 } zl_ahead;

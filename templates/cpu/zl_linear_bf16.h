@@ -58,8 +58,8 @@ ZL_KERNEL const zl_pair *zl_prepare_bf16(const zl_task *t, const float *x, int64
 }
 
 /* Which of its token tile's register tiles one is.  One of many asks for its share of the groups that come next, so
- * that the first of them does not wait for memory while the others find the weights in L2.  The only one leaves its
- * stream to the machine.  With `room` the first one puts its groups there in 16 bits, where their form is shorter, for all. */
+ * that the first of them does not wait for memory while the others find the weights in L2.  The only one asks as the
+ * target says (zl_asks).  With `room` the first one puts its groups there in 16 bits, where their form is shorter, for all. */
 typedef struct zl_turn {
   int64_t number, of;
   char *room;
@@ -209,7 +209,8 @@ ZL_KERNEL char *zl_bf16_room(const zl_task *t, int format, int64_t groups, int64
 
 /* CALL(NG, MT, row, px, turn, item) for all register tiles of this thread's share: items item .. item + NG for tokens
  * row .. row + MT, whose pairs begin at px.  Up to `most` items (1 or 2) are taken together; for one token never,
- * because neighbouring groups are read faster as one stream (and two far ones faster still: ZL_BF16_PAIRS).  room: zl_turn's, for more than one register tile. */
+ * because neighbouring groups are read faster as one stream (far ones: ZL_BF16_HALVES).  room: zl_turn's, for more than
+ * one register tile. */
 #define ZL_BF16_TILES(format, rows, x, K, items, most, room, CALL)                                        \
   do {                                                                                            \
     if ((rows) <= 0) break;                                                                       \
@@ -256,26 +257,26 @@ ZL_KERNEL char *zl_bf16_room(const zl_task *t, int format, int64_t groups, int64
 
 /* CALL as above for the one row or two of a call whose items are paired: items item and item + half, NG is 2, or the last
  * of the first half alone. */
-#define ZL_BF16_PAIRS(rows, x, K, items, half, CALL)                \
+#define ZL_BF16_HALVES(rows, x, K, items, half, CALL)                \
   do {                                                              \
     const zl_pair *zl_x = zl_prepare_bf16(t, x, 0, rows, K);        \
     const zl_turn zl_only = {0, 1, NULL};                           \
     zl_deal zl_d = {half, 0, 0, 0};                                 \
     int64_t zl_i;                                                   \
     while (zl_deal_item(t, &zl_d, &zl_i)) {                         \
-      if (zl_i + (half) < (items))                                  \
-        ZL_FEW_ROWS(rows, ZL_BF16_PAIR, CALL, zl_x, zl_only, zl_i); \
+      if (zl_other(half, zl_i, items) >= 0)                         \
+        ZL_FEW_ROWS(rows, ZL_BF16_BOTH, CALL, zl_x, zl_only, zl_i); \
       else                                                          \
         ZL_FEW_ROWS(rows, ZL_BF16_ALONE, CALL, zl_x, zl_only, zl_i); \
     }                                                               \
   } while (0)
-#define ZL_BF16_PAIR(MT, CALL, px, turn, item) CALL(2, MT, 0, px, turn, item)
+#define ZL_BF16_BOTH(MT, CALL, px, turn, item) CALL(2, MT, 0, px, turn, item)
 #define ZL_BF16_ALONE(MT, CALL, px, turn, item) CALL(1, MT, 0, px, turn, item)
 
 /* Groups g and, where NG is 2, g + apart. */
 ZL_KERNEL void zl_linear_bf16_tile(int format, int NG, int MT, const zl_pair *x, zl_turn turn, int64_t first, int64_t g,
-                                   int64_t apart, const uint8_t *w, const float *bias, const float *residual, float *out, int64_t N,
-                                   int64_t K, int act) {
+                                   int64_t apart, const uint8_t *w, const float *bias, const float *residual,
+                                   float *out, int64_t N, int64_t K, int act) {
   v16f acc[2][8];
   const int64_t bytes = zl_group_bytes(format, K);
   const uint8_t *const group[2] = {w + g * bytes, w + (g + apart) * bytes};
@@ -300,7 +301,7 @@ ZL_KERNEL void zl_linear_bf16_all(const zl_task *t, int64_t rows, const float *x
 #define ZL_CALL(NG, MT, row, px, turn, g) \
   zl_linear_bf16_tile(format, NG, MT, px, turn, row, g, half ? half : 1, w, bias, residual, out, N, K, act)
   if (half) {
-    ZL_BF16_PAIRS(rows, x, K, G, half, ZL_CALL);
+    ZL_BF16_HALVES(rows, x, K, G, half, ZL_CALL);
     return;
   }
   ZL_BF16_TILES(format, rows, x, K, G, 2, zl_bf16_room(t, format, 2, K), ZL_CALL);

@@ -94,13 +94,13 @@ ZL_KERNEL int64_t zl_tile_tokens(int64_t rows, int64_t row_bytes) {
   return (even + ZL_TILE_STEP - 1) / ZL_TILE_STEP * ZL_TILE_STEP;
 }
 
-/* CALL(MT, ...) for the one row or two of a call whose items are paired; none of that code elsewhere. */
-#define ZL_FEW_ROWS(rows, CALL, ...)     \
-  do {                                   \
-    if (ZL_STREAMS == 2 && (rows) == 1)  \
-      CALL(1, __VA_ARGS__);              \
-    else if (ZL_STREAMS == 2)            \
-      CALL(2, __VA_ARGS__);              \
+/* CALL(MT, ...) for the one row or two of a call that reads two streams; none of that code on other targets. */
+#define ZL_FEW_ROWS(rows, CALL, ...)          \
+  do {                                        \
+    if (ZL_STREAMS == 2 && (rows) == 1)       \
+      CALL(1, __VA_ARGS__);                   \
+    else if (ZL_STREAMS == 2 && (rows) == 2)  \
+      CALL(2, __VA_ARGS__);                   \
   } while (0)
 
 /* What the kernels keep per token and block of 32 columns beside the bundle: zl_tile_words. */
@@ -191,7 +191,7 @@ ZL_KERNEL int zl_walk_item(const zl_task *t, zl_walk *w) {
     }
     const int64_t run = i / w->pieces;
     w->g = run % w->G;
-    w->other = w->half && run + w->half < w->G ? run + w->half : -1;
+    w->other = zl_other(w->half, run, w->G);
     w->tile0 = run / w->G * w->tile;
     w->tile1 = w->tile0 + w->tile < w->rows ? w->tile0 + w->tile : w->rows;
     w->t0 = w->tile0 + i % w->pieces * w->tokens;
@@ -300,28 +300,30 @@ ZL_KERNEL void zl_dot_int8(int format, int MT, int64_t n, zl_bundle a, int64_t f
   }
 }
 
-/* acc[m] += block kb of the group at w for one or two tokens, and what comes after it in the stream is asked for */
-ZL_KERNEL void zl_dot_stream(int format, int MT, zl_bundle a, int64_t first, int64_t K, int64_t kb, const uint8_t *w,
-                             v16f *acc) {
+/* acc[m] += block kb of the group at w for one or two tokens, and what comes `ahead` bytes after it in the stream is asked
+ * for, 0: nothing */
+ZL_KERNEL void zl_dot_stream(int format, int MT, int64_t ahead, zl_bundle a, int64_t first, int64_t K, int64_t kb,
+                             const uint8_t *w, v16f *acc) {
   const int64_t bytes = zl_block_bytes(format) * 32 / zl_block_cols(format);
   zl_block b;
   zl_nibbled upper;
   zl_block_load(format, w, kb, &b);
   zl_take_apart(format, &b, &upper);
-  zl_ask_ahead(MT, w + kb * bytes, bytes);
+  ZL_UNROLL
+  for (int64_t i = 0; ahead && i < bytes; i += 64) __builtin_prefetch(w + kb * bytes + ahead + i, 0, 3);
   zl_dot_block(format, MT, &b, &upper, a, first, K, kb, acc);
 }
 
-/* Two groups for one or two tokens, the bits of zl_dot_int8, block by block in turn: two streams (zl_first_half).  The formats
- * share the bundle's words. */
+/* Two groups for one or two tokens, the bits of zl_dot_int8, block by block in turn: two streams (zl_first_half).  The
+ * formats share the bundle's words. */
 ZL_KERNEL void zl_dot_int8_two(int format0, int format1, int MT, zl_bundle a, int64_t first, int64_t K,
                                const uint8_t *w0, const uint8_t *w1, v16f *acc0, v16f *acc1) {
   ZL_UNROLL
   for (int m = 0; m < MT; m++) acc0[m] = acc1[m] = zl_set(0.0f);
   ZL_NO_UNROLL
   for (int64_t kb = 0; kb < K / 32; kb++) {
-    zl_dot_stream(format0, MT, a, first, K, kb, w0, acc0);
-    zl_dot_stream(format1, MT, a, first, K, kb, w1, acc1);
+    zl_dot_stream(format0, MT, zl_asks(MT), a, first, K, kb, w0, acc0);
+    zl_dot_stream(format1, MT, zl_asks(MT), a, first, K, kb, w1, acc1);
   }
 }
 
@@ -399,7 +401,7 @@ ZL_KERNEL void zl_linear_int8_all(const zl_task *t, int64_t rows, zl_bundle a, c
   while (zl_walk_item(t, &walk)) {
     const int64_t g = walk.g, t0 = walk.t0, until = walk.until, bytes = zl_group_bytes(format, K);
     zl_walk_words(&walk, format, &a, K);
-    if (walk.other >= 0) {
+    if (ZL_STREAMS == 2 && walk.other >= 0) {
       ZL_FEW_ROWS(rows, zl_linear_int8_pair, format, a, g, walk.other, w, bias, residual, out, N, K, act);
       continue;
     }
@@ -455,7 +457,7 @@ ZL_KERNEL void zl_gated_int8_tile(int format, int MT, int64_t n, zl_bundle a, co
                                   v16f *h) {
   v16f sums[ZL_MANY], u[ZL_MANY]; /* not h: sums behind a pointer would live in memory */
   const int64_t bytes = zl_group_bytes(format, K), at = g * bytes, next = (g - part + parts) * bytes;
-  if (ZL_STREAMS == 2 && MT <= ZL_STREAM_ROWS) {
+  if (ZL_STREAMS == 2 && MT <= ZL_STREAM_ROWS && walk->rows <= ZL_STREAM_ROWS) {
     zl_dot_int8_two(format, format, MT, a, first, K, gate + at, up + at, sums, u);
   } else {
     zl_dot_int8(format, MT, n, a, first, K, gate + at,

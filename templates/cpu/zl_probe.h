@@ -2,8 +2,8 @@
  *
  * In: the engine's own thread team.  Out: zl_probe_run, which module.c.jinja exports as zl_probe.  The methods are
  * those of bench/ceilings.c: reads, each thread its own part in one, two or four streams, which some machines read
- * faster side by side; chains of independent multiply-adds in registers.  Each figure is the best of a few short measurements, because other work only ever takes away.  Next
- * file: module.c.jinja.
+ * faster side by side; chains of independent multiply-adds in registers.  Each figure is the best of a few short
+ * measurements, because other work only ever takes away.  Next file: module.c.jinja.
  */
 #ifndef ZL_PROBE_H
 #define ZL_PROBE_H

@@ -144,7 +144,7 @@ ZL_KERNEL void zl_qkv_int8_all(const zl_task *t, int64_t rows, const zl_qkv *p, 
     int64_t head;
     const int role = zl_qkv_role(s, walk.g, &head), by_tiles = walk.until > walk.t0;
     zl_walk_words(&walk, role == 0 ? format_q : role == 1 ? format_k : format_v, &a, s->K);
-    if (walk.other >= 0) {
+    if (ZL_STREAMS == 2 && walk.other >= 0) {
       int64_t both[2] = {head, 0};
       const int roles[2] = {role, zl_qkv_role(s, walk.other, &both[1])};
       ZL_FEW_ROWS(rows, zl_qkv_int8_pair, format_q, t, p, s, a, roles, both);
@@ -228,7 +228,7 @@ ZL_KERNEL void zl_qkv_bf16_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_
 }
 
 /* Items item and, where NG is 2, item + half: whole heads. */
-ZL_KERNEL void zl_qkv_bf16_pair(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int format, int NG, int MT,
+ZL_KERNEL void zl_qkv_bf16_two(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int format, int NG, int MT,
                                 const zl_pair *in, zl_turn turn, int64_t item, int64_t half) {
   _Alignas(64) float x[2][ZL_STREAM_ROWS][ZL_MAX_HEAD_DIM];
   const int64_t groups = s->hd / 16, bytes = zl_group_bytes(format, s->K);
@@ -243,8 +243,11 @@ ZL_KERNEL void zl_qkv_bf16_pair(const zl_task *t, const zl_qkv *p, const zl_qkv_
     v16f acc[2][8];
     const uint8_t *const group[2] = {w[0] + g * bytes, w[NG - 1] + g * bytes};
     zl_dot_bf16(format, NG, MT, in, s->K, group, bytes, turn, acc);
-    for (int i = 0; i < NG; i++)
+    ZL_UNROLL
+    for (int i = 0; i < NG; i++) {
+      ZL_UNROLL
       for (int m = 0; m < MT; m++) zl_store(x[i][m] + 16 * g, acc[i][m]);
+    }
   }
   for (int i = 0; i < NG; i++)
     for (int m = 0; m < MT; m++) zl_qkv_finish(t, p, s, role[i], m, head[i], x[i][m]);
@@ -254,8 +257,8 @@ ZL_KERNEL void zl_qkv_bf16_all(const zl_task *t, int64_t rows, const zl_qkv *p, 
                                const float *in, int format) {
   const int64_t heads = s->H + 2 * s->KVH, half = zl_first_half(t->n_threads, rows, heads);
   if (half) {
-#define ZL_CALL(NG, MT, first, px, turn, item) zl_qkv_bf16_pair(t, p, s, format, NG, MT, px, turn, item, half)
-    ZL_BF16_PAIRS(rows, in, s->K, heads, half, ZL_CALL);
+#define ZL_CALL(NG, MT, first, px, turn, item) zl_qkv_bf16_two(t, p, s, format, NG, MT, px, turn, item, half)
+    ZL_BF16_HALVES(rows, in, s->K, heads, half, ZL_CALL);
 #undef ZL_CALL
     return;
   }

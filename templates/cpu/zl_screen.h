@@ -93,7 +93,7 @@ ZL_KERNEL void zl_bounds_put(v16f y, v16f b, int64_t r, int64_t g, float *bounds
 }
 
 /* acc: 16 products of group g for MT rows from `first` on -> their bounds */
-ZL_KERNEL void zl_bounds_of(int MT, const v16f *acc, int64_t first, int64_t g, const float *norms, const zl_slack *slack,
+ZL_KERNEL void zl_head_bounds_put(int MT, const v16f *acc, int64_t first, int64_t g, const float *norms, const zl_slack *slack,
                             float *bounds, int64_t N) {
   const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
   const v16f error = zl_load_n(norms + 16 * g, n), size = zl_load_n(norms + N + 16 * g, n);
@@ -111,7 +111,7 @@ ZL_KERNEL void zl_bounds_tile(int MT, zl_bundle a, int64_t first, int64_t g, con
                               const zl_slack *slack, float *bounds, int64_t N, int64_t K) {
   v16f acc[8];
   zl_dot_int8(ZL_SCREEN_FORMAT, MT, MT, a, first, K, w + g * zl_group_bytes(ZL_SCREEN_FORMAT, K), ZL_NOTHING_NEXT, acc);
-  zl_bounds_of(MT, acc, first, g, norms, slack, bounds, N);
+  zl_head_bounds_put(MT, acc, first, g, norms, slack, bounds, N);
 }
 
 /* All MT rows of groups g and other. */
@@ -120,8 +120,8 @@ ZL_KERNEL void zl_bounds_pair(int MT, zl_bundle a, int64_t g, int64_t other, con
   const int64_t bytes = zl_group_bytes(ZL_SCREEN_FORMAT, K);
   v16f acc[2][ZL_STREAM_ROWS];
   zl_dot_int8_two(ZL_SCREEN_FORMAT, ZL_SCREEN_FORMAT, MT, a, 0, K, w + g * bytes, w + other * bytes, acc[0], acc[1]);
-  zl_bounds_of(MT, acc[0], 0, g, norms, slack, bounds, N);
-  zl_bounds_of(MT, acc[1], 0, other, norms, slack, bounds, N);
+  zl_head_bounds_put(MT, acc[0], 0, g, norms, slack, bounds, N);
+  zl_head_bounds_put(MT, acc[1], 0, other, norms, slack, bounds, N);
 }
 
 /* x f32[R,K], copy rows16 Q8_0 [N,K], norms f32[2,N] -> bounds f32[R,2,G]: for each group of 16 outputs the largest that
@@ -144,7 +144,7 @@ ZL_KERNEL void zl_head_bounds(const zl_task *t, int64_t rows, const float *x, co
   }
   zl_tile_words(ZL_SCREEN_FORMAT, &a, 0, rows, K, s.words);
   while (zl_deal_item(t, &deal, &g)) {
-    if (half && g + half < G) {
+    if (zl_other(half, g, G) >= 0) {
       ZL_FEW_ROWS(rows, zl_bounds_pair, a, g, g + half, copy, norms, slack, bounds, N, K);
       continue;
     }

@@ -83,7 +83,7 @@ ZL_KERNEL void zl_split_bounds_int8(const zl_task *t, int64_t rows, const int8_t
   int64_t g;
   for (int64_t r = 0; r < rows; r++) size[r] = zl_spread_norm(a, r, spread, K);
   while (zl_deal_item(t, &deal, &g)) {
-    if (half && g + half < G) {
+    if (zl_other(half, g, G) >= 0) {
       ZL_FEW_ROWS(rows, zl_split_bounds_pair, a, g, g + half, high, norms, size, bounds, N, K);
       continue;
     }
@@ -99,8 +99,9 @@ ZL_KERNEL void zl_split_linear_few(int MT, zl_bundle a, int64_t g, const uint8_t
   v16f acc[2][ZL_STREAM_ROWS];
   zl_dot_int8_two(ZL_FMT_Q8_HIGH, ZL_FMT_Q8_LOW, MT, a, 0, K, high + g * zl_group_bytes(ZL_FMT_Q8_HIGH, K),
                   low + g * zl_group_bytes(ZL_FMT_Q8_LOW, K), acc[0], acc[1]);
+  ZL_UNROLL
+  for (int m = 0; m < MT; m++) acc[0][m] = acc[0][m] + acc[1][m];
   zl_linear_int8_put(MT, acc[0], 0, g, NULL, NULL, out, N, ZL_ACT_NONE);
-  zl_linear_int8_put(MT, acc[1], 0, g, NULL, out, out, N, ZL_ACT_NONE);
 }
 
 /* q i8[R,K], scale f32[R,K/32], sums f32[R,K/16], rows16 Q8_HIGH and Q8_LOW [N,K], bounds of zl_split_bounds_int8 ->

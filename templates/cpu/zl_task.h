@@ -41,7 +41,8 @@
 #ifndef ZL_STREAMS
 #define ZL_STREAMS 1 /* streams of weights that a thread reads side by side for one or two rows: a fact of the target */
 #endif
-#define ZL_STREAM_ROWS 2 /* with more rows the products take longer than the weights */
+_Static_assert(ZL_STREAMS == 1 || ZL_STREAMS == 2, "a product has code for one stream and for two");
+#define ZL_STREAM_ROWS 2 /* most rows of a product that reads two: their sums leave registers for a block */
 
 #if defined(__AVX512BW__) /* x86-64-v4 tuning would split vectors into halves without being told */
 #define ZL_KERNEL static inline __attribute__((always_inline, min_vector_width(512)))
@@ -128,12 +129,18 @@ ZL_KERNEL int zl_deal_item(const zl_task *t, zl_deal *d, int64_t *item) {
   return 1;
 }
 
-/* Items in pairs.  A machine that fetches ahead within a page, and no further, reads two streams in different pages faster
- * than one.  So a call that reads `items` runs of a matrix for few rows takes item i of the first half together with item
- * i + half, and each half is read in its order.  Returns half, rounded up (the last of the first half may be alone); 0
- * where items are taken one by one: for more rows, on other targets, where a thread would get less than two pairs. */
+/* Items in pairs.  Some machines read two streams of memory in different pages faster than one (docs/decisions.md).  There
+ * a call that reads `items` runs of a matrix for few rows takes item i of the first half together with item i + half, and
+ * each half is read in its order.  Returns half, rounded up (the last of the first half may be alone); 0 where items are
+ * taken one by one: on other targets, for more rows or none, where a thread would get less than two pairs. */
 ZL_KERNEL int64_t zl_first_half(int32_t n_threads, int64_t rows, int64_t items) {
-  return ZL_STREAMS == 2 && rows <= ZL_STREAM_ROWS && items >= 4 * (int64_t)n_threads ? (items + 1) / 2 : 0;
+  const int few = rows > 0 && rows <= ZL_STREAM_ROWS;
+  return ZL_STREAMS == 2 && few && items >= 4 * (int64_t)n_threads ? (items + 1) / 2 : 0;
+}
+
+/* The item that is taken together with `item` of the first half, -1: none. */
+ZL_KERNEL int64_t zl_other(int64_t half, int64_t item, int64_t items) {
+  return ZL_STREAMS == 2 && half && item + half < items ? item + half : -1;
 }
 
 /* token_seq[T] from seq_starts[S + 1]; serial, for the step's prologue. */
