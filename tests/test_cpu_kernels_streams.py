@@ -146,7 +146,7 @@ def test_qkv_rope_cache(streams: Kernels, one: Kernels, name: str) -> None:
             ws = [packed(f, weights(rng, f, n, k)[0]) for f, n in zip(formats, sizes, strict=True)]
         else:
             ws = [made(rng, name.removeprefix("qkv_"), n, k) for n in sizes]
-        for threads, rows in RUNS:
+        for threads, rows in (run for run in RUNS if run[1]):
             batch, t, total = make_batch([(7, 1), (30, 1), (5, 1)][:rows], bs)
             assert t == rows
             x = floats(rng, rows, k)
@@ -162,7 +162,7 @@ def test_qkv_rope_cache(streams: Kernels, one: Kernels, name: str) -> None:
                 kernels.call(name, rows, arrays, ints, [1e-6], batch, n_threads)
                 outputs: list[Any] = [q, *pools]
                 found.append([x.tobytes() for x in outputs])
-                assert rows == 0 or ((q != 77).all() and all(p.any() for p in pools))
+                assert (q != 77).all() and all(p.any() for p in pools)
             assert found[0] == found[1], (heads, kvh, threads, rows)
 
 
