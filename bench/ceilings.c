@@ -1,15 +1,14 @@
 // What this machine can do, as a compiler sees it: reads from memory and from the last cache, and
 // the peak of each multiply instruction. Usage: ceilings [threads]. One JSON object.
 #define _GNU_SOURCE
+#include "pinned.h"
+
 #include <immintrin.h>
-#include <pthread.h>
-#include <sched.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 
 #define MAX_THREADS 256
 #define LOOPS 4000000L
@@ -27,23 +26,9 @@ static char *memory;                             // [BYTES], touched, in huge pa
 static const size_t BYTES = (size_t)1 << 30;
 static volatile int sink;
 
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 static void *enter(void *argument) {
     job *j = argument;
-    cpu_set_t all, one;
-    sched_getaffinity(0, sizeof all, &all);
-    for (int cpu = 0, left = j->thread; cpu < CPU_SETSIZE; cpu++)
-        if (CPU_ISSET(cpu, &all) && left-- == 0) {
-            CPU_ZERO(&one);
-            CPU_SET(cpu, &one);
-            pthread_setaffinity_np(pthread_self(), sizeof one, &one);
-            break;
-        }
+    pin(j->thread);
     pthread_barrier_wait(j->together);
     j->start = now();
     j->amount = j->run(j->thread, j->threads);

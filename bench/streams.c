@@ -7,12 +7,11 @@
 #define _GNU_SOURCE
 #include "zl_linear_int8.h"
 
-#include <pthread.h>
-#include <sched.h>
+#include "pinned.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
-#include <time.h>
 
 #define MEMORY ((size_t)512 << 20)  // more than most last caches
 #define MOST_THREADS 64
@@ -25,12 +24,6 @@ static float scale[BLOCKS] __attribute__((aligned(64))), sums[2 * BLOCKS] __attr
 static zl_tile_word words[BLOCKS];
 static uint8_t *memory;
 static float outputs[MOST_THREADS][16 * GROUPS] __attribute__((aligned(64)));
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 // GROUPS groups in `streams` runs side by side, block by block in turn, asked for `ahead` bytes ahead
 ZL_KERNEL void product(int streams, int64_t ahead, const uint8_t *matrix, float *out) {
@@ -90,15 +83,7 @@ typedef struct {
 
 static void *enter(void *argument) {
     job *j = argument;
-    cpu_set_t all, one;
-    sched_getaffinity(0, sizeof all, &all);
-    for (int cpu = 0, left = j->thread; cpu < CPU_SETSIZE; cpu++)
-        if (CPU_ISSET(cpu, &all) && left-- == 0) {
-            CPU_ZERO(&one);
-            CPU_SET(cpu, &one);
-            pthread_setaffinity_np(pthread_self(), sizeof one, &one);
-            break;
-        }
+    pin(j->thread);
     const size_t each = (size_t)(GROUPS * zl_group_bytes(FORMAT, K)), all_threads = each * (size_t)j->threads;
     pthread_barrier_wait(j->together);
     j->begin = now();
