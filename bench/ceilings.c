@@ -56,8 +56,8 @@ static double rate(work run, int threads) {
     return amount / (end - start) / 1e9;
 }
 
-// Each thread reads its own part, in as many streams side by side: a machine that fetches ahead
-// within a page, and no further, reads several faster than one (Zen 3: by a quarter).
+// Each thread reads its own part, in as many streams side by side: some machines read several
+// faster than one (Zen 3, one thread: by a quarter to a third).
 static int streams;
 static double read_bytes(size_t bytes, int rounds, int thread, int threads) {
     const size_t piece = bytes / (size_t)threads / (size_t)streams & ~(size_t)4095;

@@ -1,5 +1,6 @@
 /* What the test library exports besides the kernels; cpu_harness.py includes it after the kernel headers. */
 typedef struct job { zl_task base; int64_t rows; void *const *p; const int64_t *i; const double *d; char *scratch; } job;
+int64_t items_dealt; /* by the last call of several threads, at least what it had */
 int slots_used; /* by the last call, whether spans of attention met; -1: a counter was not 0 afterwards */
 typedef struct state { int32_t n_threads, n_seqs, max_blocks; const int32_t *token_seq, *positions, *seq_starts, *block_table; int32_t screened; } state;
 static int call(zl_team_fn fn, const state *s, int64_t rows, void *const *p, const int64_t *i, const double *d) {
@@ -13,6 +14,8 @@ static int call(zl_team_fn fn, const state *s, int64_t rows, void *const *p, con
   memset(shared, 0, ZL_MEETINGS * 64);
   memset(shared + ZL_MEETINGS * 64, 0xff, ZL_SLOTS_BYTES); /* NaN */
   zl_team_run(team, fn, &j);
+  items_dealt = 0;
+  for (int32_t i = 0; i < s->n_threads; i++) items_dealt += team->cursors[i].taken;
   slots_used = 0;
   for (int64_t n = ZL_MEETINGS * 64; n < (int64_t)ZL_SHARED_BYTES; n++) slots_used |= shared[n] != (char)0xff;
   for (int64_t n = 0; n < ZL_MEETINGS * 64; n++) if (shared[n]) slots_used = -1;

@@ -70,6 +70,58 @@ def same(
         assert (want != 77).any() or not rows
 
 
+def dealt(kernels: Kernels) -> int:
+    """Items that the last call of several threads dealt out."""
+    return ctypes.c_int64.in_dll(kernels.lib, "items_dealt").value
+
+
+def test_kernels_deal_out_pairs(streams: Kernels, one: Kernels) -> None:
+    """Half of the groups or heads, rounded up, for one and two rows; all of them for three, and of
+    several formats; gate and up are not paired."""
+    rng = np.random.default_rng(6)
+    n, k, bs = 341, 320, 16
+    weight = {form: made(rng, form, n, k) for form in ("bf16", "bf16_12")}
+    weight["int8"] = packed("Q4_1", weights(rng, "Q4_1", n, k)[0])
+    head = Split(one, quantized(gaussian(rng, n, k)))
+    copy, norms = encode(gaussian(rng, n, k))
+    for kernels, rows in ((streams, 1), (streams, 2), (streams, 3), (one, 1)):
+        paired = kernels is streams and rows < 3
+        x, out = floats(rng, rows, k), np.zeros((rows, n), np.float32)
+        bounds = np.zeros((rows, 2, 22), np.float32)
+        for name, arrays in (
+            ("linear_int8_Q4_1", [*bundle(x), weight["int8"], None, out]),
+            ("linear_bf16", [x, weight["bf16"], None, out]),
+            ("linear_bf16_12", [x, weight["bf16_12"], None, out]),
+            ("split_bounds_int8", [*bundle(x), head.high, head.norms, head.spread, bounds]),
+        ):
+            kernels.call(name, rows, arrays, [n, k], batch=SCREENED, threads=2)
+            assert dealt(kernels) == (11 if paired else 22), (name, rows)
+        arrays = [x, packed("Q8_0", copy), norms, bounds]
+        kernels.call("head_bounds", rows, arrays, [n, k, F32], batch=SCREENED, threads=2)
+        assert dealt(kernels) == (11 if paired else 22), rows
+        groups = made(rng, "int8", 352, k)
+        arrays = [*bundle(x), groups, groups, None, None, np.zeros((rows, 352), np.float32)]
+        kernels.call("gated_int8", rows, arrays, [352, k, ACT["silu"]], threads=2)
+        assert dealt(kernels) == 22
+        for name in ("qkv_int8", "qkv_int8_mixed", "qkv_bf16"):
+            batch, _, total = make_batch([(7, 1), (30, 1), (5, 1)][:rows], bs)
+            formats = ("Q4_K", "Q8_0", "Q6_K") if "mixed" in name else ("Q4_1",) * 3
+            sizes, width = (9 * 32, 3 * 32, 3 * 32), 256
+            ws = [
+                packed(f, weights(rng, f, m, width)[0]) for f, m in zip(formats, sizes, strict=True)
+            ]
+            if name == "qkv_bf16":
+                ws = [made(rng, "bf16", m, width) for m in sizes]
+            y = floats(rng, rows, width)
+            a = [y] if name == "qkv_bf16" else list(bundle(y))
+            pools = [np.zeros(total * KV_BLOCK_BYTES, np.uint8) for _ in range(2)]
+            tables = [floats(rng, rows, 16), floats(rng, rows, 16)]
+            arrays = [*a, *ws, *[None] * 5, *tables, *pools, batch.positions, None, None]
+            arrays += [np.zeros((rows, 288), np.float32), *pools]
+            kernels.call(name, rows, arrays, [width, 9, 3, 32, 32, 0, bs, F16], [1e-6], batch, 2)
+            assert dealt(kernels) == (8 if paired and "mixed" not in name else 15), (name, rows)
+
+
 @pytest.mark.parametrize("fmt", [*BLOCK, "Q8_HIGH", "Q8_LOW"])
 def test_linear_int8(two: Kernels, one: Kernels, fmt: str) -> None:
     rng = np.random.default_rng(1)

@@ -138,6 +138,21 @@ def test_regions_are_the_matrices_in_the_order_of_use(activations: str) -> None:
         assert phase[3] == (later[0] if later else 0)
 
 
+def test_pairs_are_told_from_the_kernel() -> None:
+    """What reads ahead has to deal as the kernel does (test_cpu_kernels_streams.py counts)."""
+    rows = {r.function: r for r in cpu._BY_ID.values()}
+    found = {
+        function: cpu._in_pairs(rows[function], {"Q4_1"})
+        for function in (
+            "zl_linear_int8", "zl_linear_add_bf16", "zl_head_bounds", "zl_split_bounds_int8",
+            "zl_qkv_rope_cache_int8", "zl_qkv_rope_cache_bf16", "zl_linear_float",
+            "zl_gated_linear_int8", "zl_gated_linear_quantize_bf16", "zl_qkv_rope_cache_float",
+        )
+    }  # fmt: skip
+    assert list(found.values()) == [True] * 6 + [False] * 4, found
+    assert not cpu._in_pairs(rows["zl_qkv_rope_cache_int8"], {"Q4_K", "Q6_K"})
+
+
 def test_a_thread_reads_its_own_share_ahead(checks: Any, request: pytest.FixtureRequest) -> None:
     """As zl_share deals it: a projection of 9 + 3 + 3 heads, then a matrix of 36 groups."""
     table = (Region * 4)(
