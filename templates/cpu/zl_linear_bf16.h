@@ -258,17 +258,17 @@ ZL_KERNEL char *zl_bf16_room(const zl_task *t, int format, int64_t groups, int64
 /* CALL as above for the one row or two of a call whose items are paired: items item and item + half, NG is 2, or the last
  * of the first half alone. */
 #define ZL_BF16_HALVES(rows, x, K, items, half, CALL)                \
-  do {                                                              \
-    const zl_pair *zl_x = zl_prepare_bf16(t, x, 0, rows, K);        \
-    const zl_turn zl_only = {0, 1, NULL};                           \
-    zl_deal zl_d = {half, 0, 0, 0};                                 \
-    int64_t zl_i;                                                   \
-    while (zl_deal_item(t, &zl_d, &zl_i)) {                         \
-      if (zl_other(half, zl_i, items) >= 0)                         \
-        ZL_FEW_ROWS(rows, ZL_BF16_BOTH, CALL, zl_x, zl_only, zl_i); \
-      else                                                          \
+  do {                                                               \
+    const zl_pair *zl_x = zl_prepare_bf16(t, x, 0, rows, K);         \
+    const zl_turn zl_only = {0, 1, NULL};                            \
+    zl_deal zl_d = {half, 0, 0, 0};                                  \
+    int64_t zl_i;                                                    \
+    while (zl_deal_item(t, &zl_d, &zl_i)) {                          \
+      if (zl_other(half, zl_i, items) >= 0)                          \
+        ZL_FEW_ROWS(rows, ZL_BF16_BOTH, CALL, zl_x, zl_only, zl_i);  \
+      else                                                           \
         ZL_FEW_ROWS(rows, ZL_BF16_ALONE, CALL, zl_x, zl_only, zl_i); \
-    }                                                               \
+    }                                                                \
   } while (0)
 #define ZL_BF16_BOTH(MT, CALL, px, turn, item) CALL(2, MT, 0, px, turn, item)
 #define ZL_BF16_ALONE(MT, CALL, px, turn, item) CALL(1, MT, 0, px, turn, item)

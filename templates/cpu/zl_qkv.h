@@ -229,7 +229,7 @@ ZL_KERNEL void zl_qkv_bf16_tile(const zl_task *t, const zl_qkv *p, const zl_qkv_
 
 /* Items item and, where NG is 2, item + half: whole heads. */
 ZL_KERNEL void zl_qkv_bf16_two(const zl_task *t, const zl_qkv *p, const zl_qkv_shape *s, int format, int NG, int MT,
-                                const zl_pair *in, zl_turn turn, int64_t item, int64_t half) {
+                               const zl_pair *in, zl_turn turn, int64_t item, int64_t half) {
   _Alignas(64) float x[2][ZL_STREAM_ROWS][ZL_MAX_HEAD_DIM];
   const int64_t groups = s->hd / 16, bytes = zl_group_bytes(format, s->K);
   const uint8_t *w[2] = {NULL, NULL};

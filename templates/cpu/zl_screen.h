@@ -93,8 +93,8 @@ ZL_KERNEL void zl_bounds_put(v16f y, v16f b, int64_t r, int64_t g, float *bounds
 }
 
 /* acc: 16 products of group g for MT rows from `first` on -> their bounds */
-ZL_KERNEL void zl_head_bounds_put(int MT, const v16f *acc, int64_t first, int64_t g, const float *norms, const zl_slack *slack,
-                            float *bounds, int64_t N) {
+ZL_KERNEL void zl_head_bounds_put(int MT, const v16f *acc, int64_t first, int64_t g, const float *norms,
+                                  const zl_slack *slack, float *bounds, int64_t N) {
   const int64_t n = N - 16 * g < 16 ? N - 16 * g : 16;
   const v16f error = zl_load_n(norms + 16 * g, n), size = zl_load_n(norms + N + 16 * g, n);
   ZL_UNROLL
