@@ -228,6 +228,7 @@ def fusion_table(results: Results, works: Mapping[str, Work]) -> list[str]:
 def calls_table(title: str, rows: list[dict[str, Any]], roof: str, cache: int) -> list[str]:
     """Kernels of one step; ``cache`` is the bytes of the last-level cache."""
     notes: dict[str, None] = {}
+    step = sum(row["bytes"] for row in rows)
     out = [
         f"### {title}",
         "",
@@ -236,27 +237,30 @@ def calls_table(title: str, rows: list[dict[str, Any]], roof: str, cache: int) -
     ]
     for row in sorted(rows, key=lambda r: -float(r["ns"])):
         us, share = row["ns"] / 1e3, 100 * row["share"]
-        mark, note = over(row, roof, cache)
+        mark, note = over(row, roof, cache, step)
         notes |= {note: None} if note else {}
         rates = f"{row['gbs']:.1f} | {row['gops']:.1f} | {percent(row['part'])}{mark}"
         out.append(f"| {row['group']} | {row['count']} | {us:.0f} | {share:.1f} % | {rates} |")
     return [*out, "", *(line for note in notes for line in (note, ""))]
 
 
-def over(row: Mapping[str, Any], roof: str, cache: int) -> tuple[str, str]:
+def over(row: Mapping[str, Any], roof: str, cache: int, step: float) -> tuple[str, str]:
     """A mark for more than 100 % of the ceiling, and what it means.
 
-    What the cache cannot have held came from memory: where that alone was faster than the measured
-    read, the ceiling was too low.  Otherwise the cache may explain it.
+    Steps read the same ``step`` bytes again and again, of which the last-level cache holds
+    ``cache`` at most, counted as the same part of every kernel's.  The rest came from memory: where
+    that alone was faster than the measured read, the ceiling was too low.  Otherwise the cache may
+    explain it.
     """
     part = row["part"]
     if part is None or part <= 1:
         return "", ""
     cached = roof == "read"  # operations are not
-    fetched = 1 - cache / max(row["bytes"], 1) if cached else 1.0
+    fetched = max(1 - cache / max(step, 1), 0) if cached else 1.0
     above = f"Above 100 % of the {roof} measured in its round"
     if part * fetched > 1:
-        why = f" and its bytes do not fit the last-level cache ({mb(cache)})" if cached else ""
+        why = f" and the last-level cache ({mb(cache)}) holds too few of a step's bytes for it"
+        why = why if cached else ""
         return " \\*", (
             f"\\* {above}{why}: the ceiling of that round was lower than the machine can do."
         )

@@ -171,7 +171,7 @@ def test_a_kernel_above_its_ceiling_is_explained() -> None:
     row = {"group": "k", "count": 1, "ns": 1000, "share": 1.0, "gbs": 40.0, "gops": 1.0}
     for nbytes, part, mark, word in (
         (100e6, 0.99, "99 % |", ""),
-        (100e6, 1.5, r"150 % \*", "do not fit the last-level cache (30 MB): the ceiling of that"),
+        (100e6, 1.5, r"150 % \*", "(30 MB) holds too few of a step's bytes for it: the"),
         (100e6, 1.05, "105 % +", "may have stayed in the last-level cache (30 MB)"),  # 70 of 100
         (20e6, 1.5, "150 % +", "may have stayed"),
     ):
@@ -180,6 +180,12 @@ def test_a_kernel_above_its_ceiling_is_explained() -> None:
         )
         assert mark in text and word in text
         assert ("Above" in text) == (part > 1)
+    small = {**row, "bytes": 20e6, "part": 1.05}  # would fit by itself, but the step does not
+    whole = report.calls_table("t", [small, {**small, "bytes": 580e6}], "read", int(30e6))
+    assert sum(r"105 % +" in line for line in whole) == 2
+    small["part"] = 1.06
+    whole = report.calls_table("t", [small, {**small, "bytes": 580e6}], "read", int(30e6))
+    assert sum(r"106 % \*" in line for line in whole) == 2
     text = "\n".join(
         report.calls_table("t", [{**row, "bytes": 1.0, "part": 1.01}], "int8 peak", int(30e6))
     )
