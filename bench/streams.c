@@ -5,7 +5,7 @@
 // The products are those of the templates (zl_dot_stream), of the format ZL_FMT_BENCH.  A matrix has
 // 96 groups of 16 rows a thread and 576 columns, as SmolLM2's; matrices follow each other in memory.
 #define _GNU_SOURCE
-#include "zl_linear_int8.h"
+#include "zl_dot_int8.h"
 
 #include "pinned.h"
 

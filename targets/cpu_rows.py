@@ -127,7 +127,7 @@ def _whole_q8(constants: Mapping[str, Constant]) -> str | None:
 
 def _short_rows(constants: Mapping[str, Constant]) -> str | None:
     value = constants.get("K")
-    if isinstance(value, int) and value > 65536:  # ZL_TILE_BLOCKS in zl_linear_int8.h
+    if isinstance(value, int) and value > 65536:  # ZL_TILE_BLOCKS in zl_dot_int8.h
         return f"K = {value} is larger than 65536"
     return None
 

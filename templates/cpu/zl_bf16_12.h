@@ -1,6 +1,6 @@
 /* Weights of bf16 in 12 bits, none of them changed: BF16_12.
  *
- * In: zl_linear_int8.h (zl_asks); the layout is described in targets/bf16_12.py.  Out: zl_12_begin, zl_12_load,
+ * In: zl_streams.h; the layout is described in targets/bf16_12.py.  Out: zl_12_begin, zl_12_load,
  * zl_12_unpack.  Next file: zl_linear_bf16.h.
  *
  * Of a bf16 number's two bytes the upper one has the sign and seven of eight bits of exponent.  The weights of a matrix
@@ -11,7 +11,8 @@
  */
 #ifndef ZL_BF16_12_H
 #define ZL_BF16_12_H
-#include "zl_linear_int8.h"
+#include "zl_streams.h"
+#include "zl_weights.h"
 
 #define ZL_12_COLUMNS 8     /* of a block */
 #define ZL_12_BLOCK 192     /* its bytes: 64 of codes, 128 of lower bytes */
@@ -55,8 +56,7 @@ ZL_KERNEL void zl_12_load(zl_12_reader *r, int64_t i, v64u8 to[4]) {
  * Several tokens ask half as far ahead as int8 products: four tokens are 2 to 6 % faster than with all of it, eight and a
  * prompt as fast (Zen 4).  One and two ask as far as the target says. */
 ZL_KERNEL void zl_12_ask(const zl_12_reader *r, int MT, int64_t i) {
-  const uint8_t *p = r->block + i * ZL_12_BLOCK + (MT > 2 ? zl_asks(MT) / 2 : zl_asks(MT));
-  for (int line = 0; zl_asks(MT) && line < ZL_12_BLOCK; line += 64) __builtin_prefetch(p + line, 0, 3);
+  zl_ask_ahead(MT > 2 ? zl_asks(MT) / 2 : zl_asks(MT), r->block + i * ZL_12_BLOCK, ZL_12_BLOCK);
 }
 
 /* A group -> the same in 16 bits, K * 32 bytes */

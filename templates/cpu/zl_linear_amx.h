@@ -1,7 +1,7 @@
 /* Integer products of 16 tokens by matrix tiles, for the int8 kernels: the same sums as zl_dot_int8, to the bit.
  *
  * In: zl_tile.h, zl_weights.h.  Out: zl_amx_until, zl_amx_begin, zl_amx_end, zl_amx_group; where the target has no
- * tiles they do nothing.  Next file: zl_linear_int8.h.
+ * tiles they do nothing.  Next file: zl_tokens.h.
  *
  * A block of 32 columns in the rows16 layout is the second operand of a tile product as it stands: 8 rows (4 columns
  * each) of 16 outputs x 4 bytes.  Activations are the first, straight from the bundle: 16 tokens x 32 bytes.  Every

@@ -1,6 +1,6 @@
 /* Matrix products of bf16 weights with activations rounded to bf16: the same five operators.
  *
- * In: zl_bf16_12.h, zl_linear_int8.h (ZL_TILE_BYTES).  Out: zl_dot_bf16, the kernels.  Next file: zl_qkv.h.
+ * In: zl_bf16_12.h, zl_tokens.h (ZL_TILE_BYTES).  Out: zl_dot_bf16, the kernels.  Next file: zl_qkv.h.
  *
  * One instruction (vdpbf16ps) adds the products of two columns to 16 outputs; a rows16 block of BF16 is its operand as
  * it lies in the file.  zl_dot_pair says in which order, so an output is one chain of multiply-adds over K: the same
@@ -13,6 +13,9 @@
 #ifndef ZL_LINEAR_BF16_H
 #define ZL_LINEAR_BF16_H
 #include "zl_bf16_12.h"
+#include "zl_math.h"
+#include "zl_quantize.h"
+#include "zl_tokens.h"
 
 #if ZL_AVX512
 #define ZL_BF16_ROWS 8 /* tokens in a register tile; with two groups, 16 of 32 registers hold sums */
@@ -128,7 +131,7 @@ ZL_KERNEL void zl_dot_16(int NG, int MT, const zl_pair *x, int64_t K, const uint
       if (turn.of > 1)
         __builtin_prefetch(ask[s] + (asked >> 8), 0, 3);
       else if (MT <= 2)
-        zl_ask_ahead(MT, w[s] + 64 * k, 64);
+        zl_ask_ahead(zl_asks(MT), w[s] + 64 * k, 64);
     }
     ZL_UNROLL
     for (int m = 0; m < MT; m++) {

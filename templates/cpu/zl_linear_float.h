@@ -1,7 +1,7 @@
 /* Matrix products with float32 or bfloat16 activations: the same five operators.
  *
- * In: zl_weights.h, zl_linear_int8.h (token tiles).  Out: zl_dot_float, the kernels.  Next file: zl_linear_bf16.h (bf16
- * weights with bf16 activations).
+ * In: zl_weights.h, zl_tokens.h, zl_streams.h, zl_outputs.h.  Out: zl_dot_float, the kernels.  Next file:
+ * zl_linear_bf16.h (bf16 weights with bf16 activations).
  *
  * Weights of any format become float32, exactly, in registers or for many tokens in the first cache; activations are
  * float32, for the kind bf16 rounded to bfloat16 first; sums are float32, even and odd columns apart, so that two chains
@@ -10,7 +10,10 @@
  */
 #ifndef ZL_LINEAR_FLOAT_H
 #define ZL_LINEAR_FLOAT_H
-#include "zl_linear_int8.h"
+#include "zl_outputs.h"
+#include "zl_quantize.h"
+#include "zl_streams.h"
+#include "zl_tokens.h"
 
 ZL_KERNEL int64_t zl_padded_k(int64_t K) { return (K + 31) / 32 * 32; }
 
@@ -42,7 +45,7 @@ ZL_KERNEL void zl_dot_plain(int format, int MT, const float *x, int64_t K, const
   ZL_NO_UNROLL
   for (int64_t k = 0; k < K / 2; k++) {
     const uint8_t *p = w + k * step;
-    if (MT <= 2) zl_ask_ahead(MT, p, step);
+    if (MT <= 2) zl_ask_ahead(zl_asks(MT), p, step);
     v16f w0, w1;
     if (format == ZL_FMT_F32) {
       w0 = (v16f)zl_load_bytes(p);
@@ -80,7 +83,7 @@ ZL_KERNEL void zl_dot_blocks(int format, int MT, const float *x, int64_t K, cons
   for (int64_t kb = 0; kb < K / 32; kb++) {
     zl_block b;
     zl_block_load(format, w, kb, &b);
-    if (MT <= 2) zl_ask_ahead(MT, w + kb * bytes, bytes);
+    if (MT <= 2) zl_ask_ahead(zl_asks(MT), w + kb * bytes, bytes);
     ZL_UNROLL
     for (int j = 0; j < 8; j++) {
       const int h = zl_scale_cols(format) == 16 ? j / 4 : 0;
@@ -249,9 +252,9 @@ ZL_KERNEL void zl_linear_float_tile(int format, int MT, int64_t n, const float *
   v16f acc[ZL_MANY];
   zl_dot_float(format, MT, n, x, K, w + g * zl_group_bytes(format, K), acc);
   if (MT != ZL_SPANS)
-    zl_linear_int8_put(MT, acc, first, g, bias, residual, out, N, act);
+    zl_linear_put(MT, acc, first, g, bias, residual, out, N, act);
   else
-    for (int64_t m = 0; m < n; m++) zl_linear_int8_put(1, acc + m, first + m, g, bias, residual, out, N, act);
+    for (int64_t m = 0; m < n; m++) zl_linear_put(1, acc + m, first + m, g, bias, residual, out, N, act);
 }
 
 ZL_KERNEL void zl_linear_float_all(const zl_task *t, int64_t rows, const float *x, const uint8_t *w,

@@ -1,6 +1,6 @@
 /* The int8 activation bundle: how 32 floats become q, scale and sums.
  *
- * In: zl_simd.h.  Out: zl_quantize32, the same for eight at once, zl_quantize32_rows.  Next file: zl_linear_int8.h.
+ * In: zl_simd.h.  Out: zl_quantize32, the same for eight at once, zl_quantize32_rows.  Next file: zl_weights.h.
  */
 #ifndef ZL_QUANTIZE_H
 #define ZL_QUANTIZE_H

@@ -1,7 +1,7 @@
 /* The greedy choice without reading the whole output projection: bounds of the logits first, then the few that can win.
  *
- * In: zl_linear_bf16.h, zl_linear_float.h.  Out: zl_head_bounds, zl_screened_linear_bf16 and _float.  Next file:
- * zl_screen_split.h, the same for a projection of Q8_0.
+ * In: zl_dot_int8.h, zl_linear_bf16.h, zl_linear_float.h.  Out: zl_head_bounds, zl_screened_linear_bf16 and _float.
+ * Next file: zl_screen_split.h, the same for a projection of Q8_0.
  *
  * Beside a projection W [N, K] of floats lies a copy in Q8_0 (half the bytes of bf16) with, for each row, the norms of
  * the copy's error and of the row itself.  In a step whose tokens are all the largest logit (zl_task.screened), the copy
@@ -22,6 +22,7 @@
  * of this is NaN or infinite, the bound is infinite: the group is computed. */
 #ifndef ZL_SCREEN_H
 #define ZL_SCREEN_H
+#include "zl_dot_int8.h"
 #include "zl_linear_bf16.h"
 #include "zl_linear_float.h"
 

@@ -1,6 +1,6 @@
 /* Screening a projection of Q8_0 by its own upper bits: nothing is stored twice.
  *
- * In: zl_screen.h.  Out: zl_split_bounds_int8, zl_screened_split_linear_int8.  Next file: zl_sample.h.
+ * In: zl_linear_int8.h, zl_screen.h.  Out: zl_split_bounds_int8, zl_screened_split_linear_int8.  Next file: zl_sample.h.
  *
  * Q8_0's codes lie in two matrices: the upper six bits (Q8_HIGH) and the lower two (Q8_LOW), each with the scales; their
  * values add up to Q8_0's, so every logit is a product with the one plus a product with the other.  In a screened step
@@ -23,6 +23,7 @@
  * group; where the product with Q8_HIGH itself overflows, so does the logit's, which is made of it. */
 #ifndef ZL_SCREEN_SPLIT_H
 #define ZL_SCREEN_SPLIT_H
+#include "zl_linear_int8.h"
 #include "zl_screen.h"
 
 /* |s x| of one row of the bundle, with what the product with Q8_LOW can err by, rounded up */
@@ -101,7 +102,7 @@ ZL_KERNEL void zl_split_linear_few(int MT, zl_bundle a, int64_t g, const uint8_t
                   low + g * zl_group_bytes(ZL_FMT_Q8_LOW, K), acc[0], acc[1]);
   ZL_UNROLL
   for (int m = 0; m < MT; m++) acc[0][m] = acc[0][m] + acc[1][m];
-  zl_linear_int8_put(MT, acc[0], 0, g, NULL, NULL, out, N, ZL_ACT_NONE);
+  zl_linear_put(MT, acc[0], 0, g, NULL, NULL, out, N, ZL_ACT_NONE);
 }
 
 /* q i8[R,K], scale f32[R,K/32], sums f32[R,K/16], rows16 Q8_HIGH and Q8_LOW [N,K], bounds of zl_split_bounds_int8 ->
