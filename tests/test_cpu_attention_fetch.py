@@ -56,7 +56,8 @@ class Cache:
                 piece = base + at // 16 * 17 * self.hd
                 found |= {b + i for b in (piece, piece + self.part) for i in range(17 * self.hd)}
                 continue
-            found |= {base + (d * self.bs + at) * self.bytes for d in range(self.hd)}
+            piece = base + at // 16 * 16 * self.hd * self.bytes
+            found |= {piece + (16 * d + at % 16) * self.bytes for d in range(self.hd)}
             row = base + self.part + at * self.hd * self.bytes
             found |= set(range(row, row + self.hd * self.bytes, self.bytes))
         return {at // LINE for at in found}

@@ -139,6 +139,9 @@ def assert_alone_gives_the_same_bits(
         (2, 1, 24, 16, 0, 15.0, F32, [(17, 1), (0, 1), (63, 2)]),
         (6, 2, 40, 16, 65, 30.0, F16, [(200, 3)]),
         (2, 2, 256, 16, 0, 0.0, F16, [(20, 3)]),
+        (6, 2, 32, 64, 70, 0.0, F32, [(200, 3), (127, 1)]),
+        (3, 1, 160, 32, 0, 20.0, F16, [(127, 1), (300, 30)]),
+        (7, 1, 128, 16, 0, 0.0, F16, [(191, 1), (64, 2)]),
         (9, 3, 64, 16, 0, 0.0, KV_Q8_0, [(0, 5), (70, 1), (129, 3)]),
         (9, 3, 64, 64, 0, 0.0, KV_Q8_0, [(50, 40), (1015, 20)]),
         (4, 4, 32, 32, 0, 0.0, KV_Q8_0, [(1030, 2), (0, 40)]),
@@ -413,7 +416,7 @@ def test_small_probabilities_beside_a_large_one(kernels: Kernels, context: int) 
 
 @pytest.mark.parametrize(
     ("name", "level", "least"),
-    [("exp2_low_all", "zen4", -150), ("exp2_q8_all", "v3", -126), ("exp2_q8_all", "zen4", -126)],
+    [("exp2_low_all", "zen4", -150), ("exp2_rough_all", "v3", -126), ("exp2_rough_all", "zen4", -126)],
 )
 def test_powers_of_two(name: str, level: str, least: int) -> None:
     """The error that zl_attention_bf16.h and zl_attention_q8.h state for 2^x, x <= 0, where the

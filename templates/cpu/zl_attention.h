@@ -3,9 +3,10 @@
  * In: zl_math.h, zl_quantize.h, zl_attention_float.h, zl_attention_bf16.h, zl_attention_q8.h, zl_attention_deal.h.
  * Out: zl_kv_block, zl_cache_put (used by zl_qkv.h), the kernels.  Next file: zl_elementwise.h.
  *
- * One layer's share of a KV block, KV = f32 or f16 (bf16: zl_attention_bf16.h, q8_0: zl_attention_q8.h):
- *     K  [kv_heads][head_dim][block_size]     positions are lanes: q . k for 16 positions is one chain of
- *     V  [kv_heads][block_size][head_dim]     multiply-adds with no sum across lanes; elements are lanes
+ * One layer's share of a KV block is a row of pieces of 16 positions for each head, KV = f32 or f16 (bf16:
+ * zl_attention_bf16.h, q8_0: zl_attention_q8.h):
+ *     K  [kv_heads][block_size / 16][head_dim][16]   positions are lanes: q . k for 16 positions is one chain of
+ *     V  [kv_heads][block_size / 16][16][head_dim]   multiply-adds with no sum across lanes; elements are lanes
  *
  * A query walks its context in chunks of ZL_CHUNK positions at absolute multiples of ZL_CHUNK with a running maximum
  * (online softmax), restarts the running state where a span ends and merges the spans in order: what is added to what
@@ -112,7 +113,7 @@ ZL_KERNEL void zl_cache_put(const float *x, char *block, int64_t kv_head, int64_
     zl_cache_put_bf16(x, base, at, head_dim, block_size, role);
     return;
   }
-  if (role == ZL_ROLE_V) base += at * head_dim * bytes;
+  base += (role == ZL_ROLE_V ? at * head_dim : at / 16 * 16 * head_dim + at % 16) * bytes;
   for (int64_t d = 0; d < head_dim; d += 16) {
     const int64_t n = head_dim - d < 16 ? head_dim - d : 16;
     v16f v = zl_load_n(x + d, n);
@@ -125,7 +126,7 @@ ZL_KERNEL void zl_cache_put(const float *x, char *block, int64_t kv_head, int64_
     } else {
       const char *from = kv_dtype == ZL_KV_F16 ? (const char *)&h : (const char *)&v;
       for (int64_t i = 0; i < n; i++)
-        memcpy(base + ((d + i) * block_size + at) * bytes, from + i * bytes, (size_t)bytes);
+        memcpy(base + (d + i) * 16 * bytes, from + i * bytes, (size_t)bytes);
     }
   }
 }
@@ -174,7 +175,7 @@ typedef struct zl_attention_shape {
 } zl_attention_shape;
 
 /* Where a chunk's keys and values are, 16 positions a pointer, and those of the chunk after it (after the last of a
- * head: of the next head's first): decoding asks for these while it computes, line for line.  The pieces of a head are
+ * head: of the next head's first): decoding asks for these while it computes, each line once.  The pieces of a head are
  * too short for the machine's own prefetchers. */
 typedef struct zl_chunk_at {
   const char *k[ZL_CHUNK / 16], *v[ZL_CHUNK / 16];
@@ -189,23 +190,50 @@ ZL_KERNEL void zl_fetch(uintptr_t at, int fetch) {
 }
 
 /* The chunk at c0 and the one after it, of a context that ends at `end`; past it the nearest positions before it again,
- * masked later.  The next chunk is only asked for: where it has fewer blocks, anything that exists will do. */
+ * masked later.  The next chunk is only asked for: where it is shorter, anything that exists will do. */
 ZL_KERNEL void zl_locate_chunk(const zl_task *t, const zl_attention_shape *a, const zl_queries *tile, const char *k,
                                const char *v, int64_t c0, int64_t end, zl_chunk_at *at) {
   const int64_t bs = a->block_size, head_bytes = zl_kv_head_bytes(a->head_dim, bs, a->kv_dtype);
   const int64_t head = tile->kv_head * head_bytes, v_bytes = head_bytes / bs; /* from position to position */
-  const int64_t k_bytes = a->kv_dtype == ZL_KV_Q8_0 ? v_bytes : a->kv_dtype == ZL_KV_BF16 ? 4 : zl_kv_bytes(a->kv_dtype);
+  const int64_t k_bytes = a->kv_dtype == ZL_KV_BF16 ? 4 : v_bytes, unit = a->kv_dtype == ZL_KV_BF16 ? bs : 16;
   const int turn = c0 + ZL_CHUNK > end && tile->kv_head + 1 < a->kv_heads; /* on to the next head */
   const int64_t next_head = head + (turn ? head_bytes : 0);
   const int64_t next_c0 = turn ? tile->from[0] / ZL_CHUNK * ZL_CHUNK : c0 + ZL_CHUNK;
   for (int64_t i = 0; i < ZL_CHUNK / 16; i++) {
     const int64_t p = c0 + (c0 + 16 * i <= end ? 16 * i : 0);
-    const int64_t next = (next_c0 + 16 * i) / bs <= end / bs ? next_c0 + 16 * i : p; /* rows of keys are a block's */
+    const int64_t next = (next_c0 + 16 * i) / unit <= end / unit ? next_c0 + 16 * i : p;
     at->k[i] = zl_kv_at(t, k, tile->seq, p / bs) + head + p % bs * k_bytes;
     at->v[i] = zl_kv_at(t, v, tile->seq, p / bs) + head + p % bs * v_bytes;
     at->next_k[i] = zl_kv_at(t, k, tile->seq, next / bs) + next_head + next % bs * k_bytes;
     at->next_v[i] = zl_kv_at(t, v, tile->seq, next / bs) + next_head + next % bs * v_bytes;
   }
+}
+
+/* How the chunk after this one is asked for in an f32 or f16 cache: four streams side by side, two of its keys and two of its
+ * values, a line of each in turn; while scores are computed the first piece of each two, with the sums of values the
+ * second.  A core has some two dozen misses in flight, in which one stream is read at half the rate that its prefetchers
+ * bring several at (Zen 3; docs/decisions.md, "One token on AVX2"). */
+typedef struct zl_asking {
+  uintptr_t from[4]; /* integers: the last line may end past a piece, where there may be no memory to point at */
+  int64_t line, lines, each; /* lines of all four together; each: a step */
+  int fetch;
+} zl_asking;
+
+/* half: 0 for scores, 1 for values; steps: calls of zl_ask_step that follow */
+ZL_KERNEL zl_asking zl_asking_begin(const zl_attention_shape *a, const zl_chunk_at *at, int fetch, int half, int64_t steps) {
+  const int64_t lines = 4 * ((zl_kv_head_bytes(a->head_dim, 16, a->kv_dtype) + 63) / 64);
+  return (zl_asking){
+      {(uintptr_t)at->next_k[half], (uintptr_t)at->next_k[half + 2], (uintptr_t)at->next_v[half], (uintptr_t)at->next_v[half + 2]},
+      0, lines, (lines + steps - 1) / steps, fetch};
+}
+
+ZL_KERNEL void zl_ask_lines(zl_asking *w, int64_t lines) {
+  for (const int64_t end = w->line + lines; w->fetch && w->line < end; w->line++)
+    zl_fetch(w->from[w->line % 4] + (uintptr_t)(w->line / 4 * 64), w->fetch);
+}
+
+ZL_KERNEL void zl_ask_step(zl_asking *w) {
+  zl_ask_lines(w, w->lines - w->line < w->each ? w->lines - w->line : w->each);
 }
 
 #if defined(__AVX512BF16__)
@@ -231,9 +259,17 @@ ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, int fetch, const zl
   float factor[4];
   float *out[4];
   const int64_t vectors = (positions + 15) / 16, stride = (a->head_dim + 15) / 16 * 16;
+  for (int m = 0; m < QB; m++) out[m] = seen->out + (i + m) * stride;
+#if !ZL_AVX512
+  if (zl_takes_three(a, QB, positions)) {
+    zl_scores_three(a, fetch, tile->q + i, at, s);
+    zl_softmax_chunk(a, QB, s, vectors, c0, tile->from + i, tile->last + i, seen->max + i, seen->sum + i, factor);
+    zl_weigh_three(a, fetch, s, factor, at, out);
+    return;
+  }
+#endif
   zl_scores(a, QB, fetch, tile->q + i, at, vectors, s);
   zl_softmax_chunk(a, QB, s, vectors, c0, tile->from + i, tile->last + i, seen->max + i, seen->sum + i, factor);
-  for (int m = 0; m < QB; m++) out[m] = seen->out + (i + m) * stride;
   zl_weigh(a, QB, fetch, s, factor, at, positions, out);
 }
 

@@ -1,12 +1,7 @@
 /* Attention over an f32 or f16 cache: one chunk of positions at a time, in float32.
  *
- * In: zl_attention.h's types.  Out: zl_scores, zl_mask_scores, zl_softmax_chunk, zl_weigh, and without AVX-512
- * zl_scores_many and zl_weigh_many.  Next file: zl_attention.h.
- *
- * The next chunk is asked for line by line in the order of its addresses, each line once and evenly over the loops: a core
- * has some two dozen misses in flight at most, and what is asked for beyond them waits or is lost (Zen 3: a tenth of the
- * time of one token's attention, against asking for each row as its counterpart is read).  A context's last chunk may be
- * short; it asks for as much.
+ * In: zl_attention.h's types.  Out: zl_scores, zl_mask_scores, zl_softmax_chunk, zl_weigh, and without AVX-512 the same
+ * for three queries (zl_takes_three) and for ZL_MANY_QUERIES.  Next file: zl_attention.h.
  */
 #ifndef ZL_ATTENTION_FLOAT_H
 #define ZL_ATTENTION_FLOAT_H
@@ -15,25 +10,12 @@
  * all at most.  Eight chains of multiply-adds hide their latency. */
 ZL_KERNEL int zl_sums_at_once(int QB) { return ZL_AVX512 || QB == 1 ? 4 : QB == 2 ? 2 : 1; }
 
-/* Asks for the keys of 16 positions, number i of a chunk, two elements a call.  Their rows are those of the block, which
- * other vectors share: each has an equal share of the rows, to the block's end.  Addresses are integers: past the
- * positions that exist there may be no memory to point at. */
-ZL_KERNEL void zl_fetch_keys(const zl_attention_shape *a, const char *k, int64_t i, int64_t element, int fetch) {
-  const int64_t bytes = zl_kv_bytes(a->kv_dtype), step = a->block_size * bytes;
-  const int64_t run = (a->block_size < ZL_CHUNK ? a->block_size : ZL_CHUNK) * bytes, among = i % (run / (16 * bytes));
-  for (int64_t l = 0; l < 32 * bytes; l += 64) {
-    const int64_t from = (among * a->head_dim + element) * 16 * bytes + l;
-    zl_fetch((uintptr_t)k + (uintptr_t)(from / run * step + from % run - among * 16 * bytes), fetch);
-  }
-}
-
-/* s[i][16 v ..] = scores of QB queries for the 16 positions at at->k[v], which points at K[0][offset], rows block_size
- * apart. */
+/* s[i][16 v ..] = scores of QB queries for the 16 positions of piece at->k[v] */
 ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const float *const *q,
                          const zl_chunk_at *at, int64_t vectors, float s[][ZL_CHUNK]) {
-  const int64_t bytes = zl_kv_bytes(a->kv_dtype), step = a->block_size * bytes;
+  const int64_t step = 16 * zl_kv_bytes(a->kv_dtype);
   const int VB = zl_sums_at_once(QB);
-  const int64_t turns = (vectors + VB - 1) / VB * VB;
+  zl_asking next = zl_asking_begin(a, at, fetch, 0, (vectors + VB - 1) / VB * ((a->head_dim + 1) / 2));
   for (int64_t v = 0; v < vectors; v += VB) {
     v16f acc[4][4];
     const char *p[4];
@@ -45,10 +27,7 @@ ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const f
     }
     ZL_NO_UNROLL
     for (int64_t pair = 0; pair < a->head_dim; pair += 2) {
-      ZL_UNROLL
-      for (int w = 0; w < VB; w++) {
-        for (int64_t i = v + w; fetch && i < ZL_CHUNK / 16; i += turns) zl_fetch_keys(a, at->next_k[i], i, pair, fetch);
-      }
+      zl_ask_step(&next);
       ZL_UNROLL
       for (int h = 0; h < 2; h++) {
         const int64_t d = pair + h;
@@ -94,8 +73,9 @@ ZL_KERNEL float zl_mask_scores(const zl_attention_shape *a, float by, float *s, 
 }
 
 /* scores of QB queries -> e^(s - max), masked positions 0; updates their maxima and sums; factor[QB]: for what was
- * accumulated before.  c0 is the chunk's first position.  Each step is made for all queries before the next one:
- * alone, a query would wait for its maximum, its factor and its sum. */
+ * accumulated before.  c0 is the chunk's first position.  Beside a cache of f16, rounded to 5e-4, powers may err by 3e-6.
+ * Each step is made for all queries before the next one: alone, a query would wait for its maximum, its factor and its
+ * sum. */
 ZL_KERNEL void zl_softmax_chunk(const zl_attention_shape *a, int QB, float s[][ZL_CHUNK], int64_t vectors, int64_t c0,
                                 const int64_t *from, const int64_t *last, float *max, float *sum, float *factor) {
   float now[16], base[16], total[16];
@@ -107,7 +87,8 @@ ZL_KERNEL void zl_softmax_chunk(const zl_attention_shape *a, int QB, float s[][Z
   for (int i = 0; i < QB; i++) {
     v16f t = zl_set(0.0f);
     for (int64_t v = 0; v < vectors; v++) {
-      const v16f e = zl_exp(zl_load(s[i] + 16 * v) - base[i]);
+      const v16f x = zl_load(s[i] + 16 * v) - base[i];
+      const v16f e = a->kv_dtype == ZL_KV_F32 ? zl_exp(x) : zl_exp2_rough(x * 0x1.715476p+0f);
       zl_store(s[i] + 16 * v, e);
       t = t + e;
     }
@@ -123,7 +104,7 @@ ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[
                         const zl_chunk_at *at, int64_t positions, float *const *out) {
   const int64_t bytes = zl_kv_bytes(a->kv_dtype), hd = a->head_dim;
   const int WB = zl_sums_at_once(QB);
-  const int64_t step = 16 * WB * bytes; /* of 16 positions' V, which lie together, a step of the loop asks for so many */
+  zl_asking next = zl_asking_begin(a, at, fetch, 1, (hd + 16 * WB - 1) / (16 * WB) * ((positions + 1) / 2));
   for (int64_t d = 0; d < hd; d += 16 * WB) {
     const int64_t left = (hd - d + 15) / 16, width = left < WB ? left : WB;
     v16f acc[4][4];
@@ -133,12 +114,9 @@ ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[
       for (int w = 0; w < WB; w++)
         acc[i][w] = w < width ? zl_load(out[i] + d + 16 * w) * factor[i] : zl_set(0.0f);
     }
-    const int64_t turn = d / (16 * WB) * 16;
     ZL_NO_UNROLL
     for (int64_t pair = 0; pair < positions; pair += 2) {
-      for (int64_t i = pair / 16; fetch && i < ZL_CHUNK / 16; i += (positions + 15) / 16)
-        for (int64_t l = 0; l < 2 * step; l += 64)
-          zl_fetch((uintptr_t)at->next_v[i] + (uintptr_t)((turn + pair % 16) * step + l), fetch);
+      zl_ask_step(&next);
       ZL_UNROLL
       for (int h = 0; h < 2; h++) {
         const int64_t p = pair + h;
@@ -166,12 +144,104 @@ ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[
 }
 
 #if !ZL_AVX512
+/* Three queries: eight lanes of keys or values, used three times while they are in a register.  Twelve chains of sums, not
+ * the six of zl_scores, wait less than they compute; with three factors and these lanes they fill the registers, so the
+ * order is this one (the compiler's own keeps some of them in memory: a third slower, Zen 3). */
+ZL_KERNEL void zl_three(const v8f x[3], v8f lanes, v8f acc[3]) {
+  ZL_UNROLL
+  for (int i = 0; i < 3; i++) {
+    acc[i] = (v8f)_mm256_fmadd_ps((__m256)x[i], (__m256)lanes, (__m256)acc[i]);
+    __asm__ volatile("" : "+v"(acc[i]));
+  }
+}
+
+ZL_KERNEL v8f zl_kv_load8(const char *p, int kv_dtype) {
+  if (kv_dtype == ZL_KV_F32) return (v8f)_mm256_loadu_ps((const float *)(const void *)p);
+  return (v8f)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
+}
+
+/* Whether three queries on this chunk go through the two below. */
+ZL_KERNEL int zl_takes_three(const zl_attention_shape *a, int QB, int64_t positions) {
+  return QB == 3 && positions == ZL_CHUNK && a->head_dim % 32 == 0;
+}
+
+/* zl_scores of three queries on a whole chunk: the same bits */
+ZL_KERNEL void zl_scores_three(const zl_attention_shape *a, int fetch, const float *const *q, const zl_chunk_at *at,
+                               float s[][ZL_CHUNK]) {
+  const int64_t bytes = zl_kv_bytes(a->kv_dtype), step = 16 * bytes;
+  const float *const row[3] = {q[0], q[1], q[2]};
+  zl_asking next = zl_asking_begin(a, at, fetch, 0, ZL_CHUNK / 32 * (a->head_dim / 2));
+  ZL_NO_UNROLL
+  for (int64_t v = 0; v < ZL_CHUNK / 16; v += 2) {
+    const char *k[2] = {at->k[v], at->k[v + 1]};
+    v8f acc[4][3];
+    memset(acc, 0, sizeof acc);
+    ZL_NO_UNROLL
+    for (int64_t pair = 0; pair < a->head_dim; pair += 2) {
+      zl_ask_lines(&next, bytes);
+      ZL_UNROLL
+      for (int h = 0; h < 2; h++) {
+        const int64_t d = pair + h;
+        v8f x[3];
+        ZL_UNROLL
+        for (int i = 0; i < 3; i++) x[i] = ZL_LO(zl_set(row[i][d]));
+        ZL_UNROLL
+        for (int o = 0; o < 4; o++)
+          zl_three(x, zl_kv_load8(k[o / 2] + d * step + o % 2 * 8 * bytes, a->kv_dtype), acc[o]);
+      }
+    }
+    ZL_UNROLL
+    for (int o = 0; o < 4; o++) {
+      ZL_UNROLL
+      for (int i = 0; i < 3; i++) memcpy(s[i] + 16 * v + 8 * o, &acc[o][i], 32);
+    }
+  }
+}
+
+/* zl_weigh of three queries on a whole chunk: the same bits */
+ZL_KERNEL void zl_weigh_three(const zl_attention_shape *a, int fetch, float s[][ZL_CHUNK], const float *factor,
+                              const zl_chunk_at *at, float *const *out) {
+  const int64_t bytes = zl_kv_bytes(a->kv_dtype), hd = a->head_dim;
+  zl_asking next = zl_asking_begin(a, at, fetch, 1, hd / 32 * ZL_CHUNK);
+  ZL_NO_UNROLL
+  for (int64_t d = 0; d < hd; d += 32) {
+    v8f acc[4][3];
+    ZL_UNROLL
+    for (int i = 0; i < 3; i++) {
+      ZL_UNROLL
+      for (int o = 0; o < 4; o++) {
+        v8f before;
+        memcpy(&before, out[i] + d + 8 * o, 32);
+        acc[o][i] = before * factor[i];
+      }
+    }
+    ZL_NO_UNROLL
+    for (int64_t v = 0; v < ZL_CHUNK / 16; v++) {
+      const char *row = at->v[v] + d * bytes;
+      ZL_NO_UNROLL
+      for (int64_t p = 16 * v; p < 16 * v + 16; p++, row += hd * bytes) {
+        zl_ask_lines(&next, bytes / 2);
+        v8f x[3];
+        ZL_UNROLL
+        for (int i = 0; i < 3; i++) x[i] = ZL_LO(zl_set(s[i][p]));
+        ZL_UNROLL
+        for (int o = 0; o < 4; o++) zl_three(x, zl_kv_load8(row + 8 * o * bytes, a->kv_dtype), acc[o]);
+      }
+    }
+    ZL_UNROLL
+    for (int i = 0; i < 3; i++) {
+      ZL_UNROLL
+      for (int o = 0; o < 4; o++) memcpy(out[i] + d + 8 * o, &acc[o][i], 32);
+    }
+  }
+}
+
 /* zl_scores of ZL_MANY_QUERIES.  Their sums, one vector of 16 each, fill the registers beside a vector of keys or values.
  * Many queries, as of a prompt, find both in the first caches and ask for nothing.  Twelve chains of multiply-adds do not
  * wait for each other, as the eight of four queries do. */
 ZL_KERNEL void zl_scores_many(const zl_attention_shape *a, const float *const *q, const zl_chunk_at *at,
                               int64_t vectors, float s[][ZL_CHUNK]) {
-  const int64_t step = a->block_size * zl_kv_bytes(a->kv_dtype);
+  const int64_t step = 16 * zl_kv_bytes(a->kv_dtype);
   for (int64_t v = 0; v < vectors; v++) {
     const char *k = at->k[v];
     v16f acc[ZL_MANY_QUERIES];

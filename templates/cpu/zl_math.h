@@ -1,7 +1,7 @@
 /* Elementary functions on 16 lanes.
  *
- * In: zl_simd.h.  Out: zl_exp, zl_exp2_part, zl_sigmoid, zl_tanh, zl_normal_cdf, zl_activate, zl_act_times, zl_sincos.  Next file:
- * zl_weights.h.
+ * In: zl_simd.h.  Out: zl_exp, zl_exp2_part, zl_exp2_rough, zl_sigmoid, zl_tanh, zl_normal_cdf, zl_activate,
+ * zl_act_times, zl_sincos.  Next file: zl_weights.h.
  *
  * Errors against the exact value, over all finite floats (measured by tests/test_cpu_kernels_layers.py):
  * exp <= 2 ulp, tanh <= 4 ulp, sigmoid <= 4 ulp (0 below -88.7), normal cdf <= 16 ulp in the lower tail.  No libm: the
@@ -31,6 +31,15 @@ ZL_KERNEL v16f zl_exp2_part(v16f f) {
   p = zl_fma(p, f, zl_set(0x1.ec0378p-3f));
   p = zl_fma(p, f, zl_set(0x1.62e12cp-1f));
   return zl_fma(p, f, zl_set(1.0f));
+}
+
+/* 2^x for x <= 0, relative error 3e-6 (measured by tests/test_cpu_kernels_attention.py), 2^0 is 1; 0 below -126, NaN
+ * stays NaN */
+ZL_KERNEL v16f zl_exp2_rough(v16f x) {
+  const v16f magic = zl_set(0x1.8p23f + 127.0f); /* added: the nearest integer in the low bits, biased as an exponent */
+  const v16i seen = ~(v16i)(x < -126.0f);
+  const v16f t = zl_max(zl_set(-126.0f), x) + magic, f = zl_max(zl_set(-126.0f), x) - (t - magic);
+  return (v16f)((v16i)(zl_exp2_part(f) * (v16f)((v16i)t << 23)) & seen);
 }
 
 /* e^x; overflows to infinity, underflows gradually, NaN stays NaN, e^-inf = 0 */
