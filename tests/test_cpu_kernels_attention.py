@@ -416,7 +416,11 @@ def test_small_probabilities_beside_a_large_one(kernels: Kernels, context: int) 
 
 @pytest.mark.parametrize(
     ("name", "level", "least"),
-    [("exp2_low_all", "zen4", -150), ("exp2_rough_all", "v3", -126), ("exp2_rough_all", "zen4", -126)],
+    [
+        ("exp2_low_all", "zen4", -150),
+        ("exp2_rough_all", "v3", -126),
+        ("exp2_rough_all", "zen4", -126),
+    ],
 )
 def test_powers_of_two(name: str, level: str, least: int) -> None:
     """The error that zl_attention_bf16.h and zl_attention_q8.h state for 2^x, x <= 0, where the
