@@ -215,26 +215,23 @@ ZL_KERNEL void zl_locate_chunk(const zl_task *t, const zl_attention_shape *a, co
  * bring several at (Zen 3; docs/decisions.md, "One token on AVX2"). */
 typedef struct zl_asking {
   uintptr_t from[4]; /* integers: the last line may end past a piece, where there may be no memory to point at */
-  int64_t line, lines, each; /* lines of all four together; each: a step */
+  int64_t line, lines; /* of all four together */
   int fetch;
 } zl_asking;
 
-/* half: 0 for scores, 1 for values; steps: calls of zl_ask_step that follow */
-ZL_KERNEL zl_asking zl_asking_begin(const zl_attention_shape *a, const zl_chunk_at *at, int fetch, int half, int64_t steps) {
-  const int64_t lines = 4 * ((zl_kv_head_bytes(a->head_dim, 16, a->kv_dtype) + 63) / 64);
-  return (zl_asking){
-      {(uintptr_t)at->next_k[half], (uintptr_t)at->next_k[half + 2], (uintptr_t)at->next_v[half], (uintptr_t)at->next_v[half + 2]},
-      0, lines, (lines + steps - 1) / steps, fetch};
+/* half: 0 for scores, 1 for values */
+ZL_KERNEL zl_asking zl_asking_begin(const zl_attention_shape *a, const zl_chunk_at *at, int fetch, int half) {
+  const char *const *k = at->next_k + half, *const *v = at->next_v + half;
+  return (zl_asking){{(uintptr_t)k[0], (uintptr_t)k[2], (uintptr_t)v[0], (uintptr_t)v[2]},
+                     0, 4 * ((zl_kv_head_bytes(a->head_dim, 16, a->kv_dtype) + 63) / 64), fetch};
 }
 
-ZL_KERNEL void zl_ask_lines(zl_asking *w, int64_t lines) {
-  for (const int64_t end = w->line + lines; w->fetch && w->line < end; w->line++)
+/* The next `n` lines; a loop over a whole chunk asks for as many with each step, over less of one for the rest after it. */
+ZL_KERNEL void zl_ask_lines(zl_asking *w, int64_t n) {
+  for (const int64_t end = w->line + n; w->fetch && w->line < end; w->line++)
     zl_fetch(w->from[w->line % 4] + (uintptr_t)(w->line / 4 * 64), w->fetch);
 }
-
-ZL_KERNEL void zl_ask_step(zl_asking *w) {
-  zl_ask_lines(w, w->lines - w->line < w->each ? w->lines - w->line : w->each);
-}
+ZL_KERNEL void zl_ask_rest(zl_asking *w) { zl_ask_lines(w, w->lines - w->line); }
 
 #if defined(__AVX512BF16__)
 #include "zl_attention_bf16.h"
@@ -261,10 +258,10 @@ ZL_KERNEL void zl_chunk(const zl_attention_shape *a, int QB, int fetch, const zl
   const int64_t vectors = (positions + 15) / 16, stride = (a->head_dim + 15) / 16 * 16;
   for (int m = 0; m < QB; m++) out[m] = seen->out + (i + m) * stride;
 #if !ZL_AVX512
-  if (zl_takes_three(a, QB, positions)) {
-    zl_scores_three(a, fetch, tile->q + i, at, s);
+  if (zl_takes_whole(a, positions)) {
+    zl_scores_whole(a, QB, fetch, tile->q + i, at, s);
     zl_softmax_chunk(a, QB, s, vectors, c0, tile->from + i, tile->last + i, seen->max + i, seen->sum + i, factor);
-    zl_weigh_three(a, fetch, s, factor, at, out);
+    zl_weigh_whole(a, QB, fetch, s, factor, at, out);
     return;
   }
 #endif

@@ -1,7 +1,7 @@
 /* Attention over an f32 or f16 cache: one chunk of positions at a time, in float32.
  *
  * In: zl_attention.h's types.  Out: zl_scores, zl_mask_scores, zl_softmax_chunk, zl_weigh, and without AVX-512 the same
- * for three queries (zl_takes_three) and for ZL_MANY_QUERIES.  Next file: zl_attention.h.
+ * for whole chunks (zl_takes_whole) and for ZL_MANY_QUERIES.  Next file: zl_attention.h.
  */
 #ifndef ZL_ATTENTION_FLOAT_H
 #define ZL_ATTENTION_FLOAT_H
@@ -15,7 +15,8 @@ ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const f
                          const zl_chunk_at *at, int64_t vectors, float s[][ZL_CHUNK]) {
   const int64_t step = 16 * zl_kv_bytes(a->kv_dtype);
   const int VB = zl_sums_at_once(QB);
-  zl_asking next = zl_asking_begin(a, at, fetch, 0, (vectors + VB - 1) / VB * ((a->head_dim + 1) / 2));
+  zl_asking next = zl_asking_begin(a, at, fetch, 0);
+  const int64_t asks = next.lines / (ZL_CHUNK / 16 / VB * ((a->head_dim + 1) / 2));
   for (int64_t v = 0; v < vectors; v += VB) {
     v16f acc[4][4];
     const char *p[4];
@@ -27,7 +28,7 @@ ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const f
     }
     ZL_NO_UNROLL
     for (int64_t pair = 0; pair < a->head_dim; pair += 2) {
-      zl_ask_step(&next);
+      zl_ask_lines(&next, asks);
       ZL_UNROLL
       for (int h = 0; h < 2; h++) {
         const int64_t d = pair + h;
@@ -49,6 +50,7 @@ ZL_KERNEL void zl_scores(const zl_attention_shape *a, int QB, int fetch, const f
       for (int i = 0; i < QB; i++) zl_store(s[i] + 16 * (v + w), acc[w][i]);
     }
   }
+  zl_ask_rest(&next);
 }
 
 /* The scores of one query times `by`, capped, masked positions -inf; returns the largest.  Positions lo .. hi of the chunk
@@ -104,7 +106,8 @@ ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[
                         const zl_chunk_at *at, int64_t positions, float *const *out) {
   const int64_t bytes = zl_kv_bytes(a->kv_dtype), hd = a->head_dim;
   const int WB = zl_sums_at_once(QB);
-  zl_asking next = zl_asking_begin(a, at, fetch, 1, (hd + 16 * WB - 1) / (16 * WB) * ((positions + 1) / 2));
+  zl_asking next = zl_asking_begin(a, at, fetch, 1);
+  const int64_t asks = next.lines / ((hd + 16 * WB - 1) / (16 * WB) * (ZL_CHUNK / 2));
   for (int64_t d = 0; d < hd; d += 16 * WB) {
     const int64_t left = (hd - d + 15) / 16, width = left < WB ? left : WB;
     v16f acc[4][4];
@@ -116,7 +119,7 @@ ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[
     }
     ZL_NO_UNROLL
     for (int64_t pair = 0; pair < positions; pair += 2) {
-      zl_ask_step(&next);
+      zl_ask_lines(&next, asks);
       ZL_UNROLL
       for (int h = 0; h < 2; h++) {
         const int64_t p = pair + h;
@@ -141,15 +144,16 @@ ZL_KERNEL void zl_weigh(const zl_attention_shape *a, int QB, int fetch, float s[
         if (w < width) zl_store(out[i] + d + 16 * w, acc[i][w]);
     }
   }
+  zl_ask_rest(&next);
 }
 
 #if !ZL_AVX512
-/* Three queries: eight lanes of keys or values, used three times while they are in a register.  Twelve chains of sums, not
- * the six of zl_scores, wait less than they compute; with three factors and these lanes they fill the registers, so the
- * order is this one (the compiler's own keeps some of them in memory: a third slower, Zen 3). */
-ZL_KERNEL void zl_three(const v8f x[3], v8f lanes, v8f acc[3]) {
+/* Eight lanes of keys or values, used by all queries while they are in a register.  Three queries keep twelve chains of
+ * sums, which with three factors and these lanes fill the registers; so the order is this one (the compiler's own keeps
+ * some in memory: a third slower, Zen 3). */
+ZL_KERNEL void zl_eight(int QB, const v8f *x, v8f lanes, v8f *acc) {
   ZL_UNROLL
-  for (int i = 0; i < 3; i++) {
+  for (int i = 0; i < QB; i++) {
     acc[i] = (v8f)_mm256_fmadd_ps((__m256)x[i], (__m256)lanes, (__m256)acc[i]);
     __asm__ volatile("" : "+v"(acc[i]));
   }
@@ -160,78 +164,88 @@ ZL_KERNEL v8f zl_kv_load8(const char *p, int kv_dtype) {
   return (v8f)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
 }
 
-/* Whether three queries on this chunk go through the two below. */
-ZL_KERNEL int zl_takes_three(const zl_attention_shape *a, int QB, int64_t positions) {
-  return QB == 3 && positions == ZL_CHUNK && a->head_dim % 32 == 0;
+/* Whether a chunk goes through the two below, which give the bits of zl_scores and zl_weigh. */
+ZL_KERNEL int zl_takes_whole(const zl_attention_shape *a, int64_t positions) {
+  return positions == ZL_CHUNK && a->head_dim % 32 == 0;
 }
 
-/* zl_scores of three queries on a whole chunk: the same bits */
-ZL_KERNEL void zl_scores_three(const zl_attention_shape *a, int fetch, const float *const *q, const zl_chunk_at *at,
-                               float s[][ZL_CHUNK]) {
+/* Eights of lanes whose sums QB queries keep at a time: eight chains or twelve. */
+ZL_KERNEL int zl_eights(int QB) { return QB == 4 ? 2 : 4; }
+
+/* zl_scores of a whole chunk */
+ZL_KERNEL void zl_scores_whole(const zl_attention_shape *a, int QB, int fetch, const float *const *q,
+                               const zl_chunk_at *at, float s[][ZL_CHUNK]) {
   const int64_t bytes = zl_kv_bytes(a->kv_dtype), step = 16 * bytes;
-  const float *const row[3] = {q[0], q[1], q[2]};
-  zl_asking next = zl_asking_begin(a, at, fetch, 0, ZL_CHUNK / 32 * (a->head_dim / 2));
+  const int E = zl_eights(QB);
+  const float *row[4];
+  zl_asking next = zl_asking_begin(a, at, fetch, 0);
+  ZL_UNROLL
+  for (int i = 0; i < QB; i++) row[i] = q[i];
   ZL_NO_UNROLL
-  for (int64_t v = 0; v < ZL_CHUNK / 16; v += 2) {
-    const char *k[2] = {at->k[v], at->k[v + 1]};
-    v8f acc[4][3];
+  for (int64_t v = 0; v < ZL_CHUNK / 16; v += E / 2) {
+    const char *k[2] = {at->k[v], at->k[v + E / 2 - 1]};
+    v8f acc[4][4];
     memset(acc, 0, sizeof acc);
     ZL_NO_UNROLL
     for (int64_t pair = 0; pair < a->head_dim; pair += 2) {
-      zl_ask_lines(&next, bytes);
+      zl_ask_lines(&next, E * bytes / 4);
       ZL_UNROLL
       for (int h = 0; h < 2; h++) {
         const int64_t d = pair + h;
-        v8f x[3];
+        v8f x[4];
         ZL_UNROLL
-        for (int i = 0; i < 3; i++) x[i] = ZL_LO(zl_set(row[i][d]));
+        for (int i = 0; i < QB; i++) x[i] = ZL_LO(zl_set(row[i][d]));
         ZL_UNROLL
-        for (int o = 0; o < 4; o++)
-          zl_three(x, zl_kv_load8(k[o / 2] + d * step + o % 2 * 8 * bytes, a->kv_dtype), acc[o]);
+        for (int e = 0; e < E; e++)
+          zl_eight(QB, x, zl_kv_load8(k[e / 2] + d * step + e % 2 * 8 * bytes, a->kv_dtype), acc[e]);
       }
     }
     ZL_UNROLL
-    for (int o = 0; o < 4; o++) {
+    for (int i = 0; i < QB; i++) {
       ZL_UNROLL
-      for (int i = 0; i < 3; i++) memcpy(s[i] + 16 * v + 8 * o, &acc[o][i], 32);
+      for (int e = 0; e < E; e++) memcpy(s[i] + 16 * v + 8 * e, &acc[e][i], 32);
     }
   }
 }
 
-/* zl_weigh of three queries on a whole chunk: the same bits */
-ZL_KERNEL void zl_weigh_three(const zl_attention_shape *a, int fetch, float s[][ZL_CHUNK], const float *factor,
+/* zl_weigh of a whole chunk */
+ZL_KERNEL void zl_weigh_whole(const zl_attention_shape *a, int QB, int fetch, float s[][ZL_CHUNK], const float *factor,
                               const zl_chunk_at *at, float *const *out) {
   const int64_t bytes = zl_kv_bytes(a->kv_dtype), hd = a->head_dim;
-  zl_asking next = zl_asking_begin(a, at, fetch, 1, hd / 32 * ZL_CHUNK);
+  const int E = zl_eights(QB);
+  zl_asking next = zl_asking_begin(a, at, fetch, 1);
   ZL_NO_UNROLL
-  for (int64_t d = 0; d < hd; d += 32) {
-    v8f acc[4][3];
+  for (int64_t d = 0; d < hd; d += 8 * E) {
+    v8f acc[4][4];
     ZL_UNROLL
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < QB; i++) {
       ZL_UNROLL
-      for (int o = 0; o < 4; o++) {
+      for (int e = 0; e < E; e++) {
         v8f before;
-        memcpy(&before, out[i] + d + 8 * o, 32);
-        acc[o][i] = before * factor[i];
+        memcpy(&before, out[i] + d + 8 * e, 32);
+        acc[e][i] = before * factor[i];
       }
     }
     ZL_NO_UNROLL
     for (int64_t v = 0; v < ZL_CHUNK / 16; v++) {
       const char *row = at->v[v] + d * bytes;
       ZL_NO_UNROLL
-      for (int64_t p = 16 * v; p < 16 * v + 16; p++, row += hd * bytes) {
-        zl_ask_lines(&next, bytes / 2);
-        v8f x[3];
+      for (int64_t pair = 16 * v; pair < 16 * v + 16; pair += 2) {
+        zl_ask_lines(&next, E * bytes / 4);
         ZL_UNROLL
-        for (int i = 0; i < 3; i++) x[i] = ZL_LO(zl_set(s[i][p]));
-        ZL_UNROLL
-        for (int o = 0; o < 4; o++) zl_three(x, zl_kv_load8(row + 8 * o * bytes, a->kv_dtype), acc[o]);
+        for (int h = 0; h < 2; h++, row += hd * bytes) {
+          v8f x[4];
+          ZL_UNROLL
+          for (int i = 0; i < QB; i++) x[i] = ZL_LO(zl_set(s[i][pair + h]));
+          ZL_UNROLL
+          for (int e = 0; e < E; e++) zl_eight(QB, x, zl_kv_load8(row + 8 * e * bytes, a->kv_dtype), acc[e]);
+        }
       }
     }
     ZL_UNROLL
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < QB; i++) {
       ZL_UNROLL
-      for (int o = 0; o < 4; o++) memcpy(out[i] + d + 8 * o, &acc[o][i], 32);
+      for (int e = 0; e < E; e++) memcpy(out[i] + d + 8 * e, &acc[e][i], 32);
     }
   }
 }
