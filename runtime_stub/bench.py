@@ -5,7 +5,8 @@ the time of a step goes against what this host can do, with ``--profile`` a trac
 Next file: ``laps.py`` (traced steps).
 
 The first token is the real one: process start, loading, the tokenizer where the artifact has one, a
-short prompt.  Rates are the best of ``--repeat`` runs: a shared machine only ever adds time.
+short prompt.  Rates are the best of ``--repeat`` runs, as a shared machine only ever adds time; the
+slowest are told too, because their distance is how far to trust a difference.
 """
 
 from __future__ import annotations
@@ -127,8 +128,9 @@ def run_bench(session: Session, values: Values, as_json: bool) -> dict[str, Any]
     first = _first_token(session, runner)
     repeat = values["repeat"] or 3
     ids = array("i", ((i * 7919 + 13) % session.vocab_size for i in range(n_prompt)))
-    prefill, token = _best_prefill(runner, ids, repeat, batch)
-    decode = _best_decode(runner, [token] * batch, n_prompt, n_new, repeat)
+    prefills, token = _prefills(runner, ids, repeat, batch)
+    decodes = _decodes(runner, [token] * batch, n_prompt, n_new, repeat)
+    prefill, decode = min(prefills), min(decodes)
     ceilings = None if values["no_ceilings"] else _ceilings(engine, notes)
     steps = _traced(runner, ids, token, batch)
     if ceilings is not None:  # before and after the steps: on a shared host bandwidth moves
@@ -151,14 +153,17 @@ def run_bench(session: Session, values: Values, as_json: bool) -> dict[str, Any]
         "prefill": {
             "tokens": n_prompt,
             "ms": round(prefill * 1e3, 3),
+            "slowest_ms": round(max(prefills) * 1e3, 3),
             "tokens_per_second": round(n_prompt / prefill, 2),
         },
         "decode": {
             "sequences": batch,
             "steps": n_new,
             "ms_per_step": round(decode / n_new * 1e3, 4),
+            "slowest_ms_per_step": round(max(decodes) / n_new * 1e3, 4),
             "tokens_per_second": round(batch * n_new / decode, 2),
         },
+        "repeat": repeat,
         "predicted_decode_tokens_per_second": (session.manifest.get("roofline") or {}).get(
             "tokens_per_second"
         ),
@@ -208,27 +213,30 @@ def _first_token(session: Session, runner: _Runner) -> float | None:
     return None if start is None else round(start * 1e3, 1)
 
 
-def _best_prefill(runner: _Runner, ids: array[int], repeat: int, batch: int) -> tuple[float, int]:
-    """Seconds of one prompt and its next token; afterwards each sequence has that prompt."""
-    best, token = float("inf"), 0
+def _prefills(
+    runner: _Runner, ids: array[int], repeat: int, batch: int
+) -> tuple[list[float], int]:
+    """Seconds of one prompt, each time, and its next token; afterwards each sequence has it."""
+    seconds, token = [], 0
     for _ in range(repeat):
         start = time.perf_counter()
         token = runner.prefill(ids)
-        best = min(best, time.perf_counter() - start)
+        seconds.append(time.perf_counter() - start)
     for sequence in range(1, batch):  # decoding reads the keys and values of each
         runner.prefill(ids, sequence)
-    return best, token
+    return seconds, token
 
 
-def _best_decode(
+def _decodes(
     runner: _Runner, tokens: list[int], position: int, steps: int, repeat: int
-) -> float:
-    best = float("inf")
+) -> list[float]:
+    """Seconds of ``steps`` steps, each time."""
+    seconds = []
     for _ in range(repeat):
         start = time.perf_counter()
         runner.decode(tokens, position, steps)
-        best = min(best, time.perf_counter() - start)
-    return best
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def _ceilings(engine: CpuEngine, notes: list[str]) -> Optional[Ceilings]:
@@ -309,6 +317,13 @@ def _noted(data: dict[str, Any]) -> list[str]:
     spread = (data["ceilings"] or {}).get("spread", 1.0)
     if spread > _SPREAD:
         signs.append(f"a ceiling measured twice differed by {spread:.1f}x")
+    prefill, decode = data["prefill"], data["decode"]
+    for name, slow, fast in (
+        ("prefill", prefill["slowest_ms"], prefill["ms"]),
+        ("decode", decode["slowest_ms_per_step"], decode["ms_per_step"]),
+    ):
+        if slow > _SPREAD * fast:
+            signs.append(f"the slowest {name} took {slow / fast:.1f} times as long as the fastest")
     found = [f"host busy, rates are not comparable: {', '.join(signs)}"] if signs else []
     notes = [*data["notes"], *found]
     for text in notes:
@@ -324,9 +339,11 @@ def _print(data: dict[str, Any]) -> None:
     for name, ms in data["load"].items():
         write(f"  {name[:-3].ljust(26)}  {ms:.1f} ms\n")
     prefill, decode = data["prefill"], data["decode"]
-    write(f"prefill {prefill['tokens']} tokens: {prefill['tokens_per_second']:.1f} tokens/s\n")
+    write(f"prefill {prefill['tokens']} tokens: {prefill['tokens_per_second']:.1f} tokens/s")
+    write(f" ({prefill['ms']:.1f} ms{_slowest(data, prefill['slowest_ms'], 1)})\n")
     write(f"decode {decode['sequences']} x {decode['steps']} tokens: ")
-    write(f"{decode['tokens_per_second']:.1f} tokens/s ({decode['ms_per_step']:.2f} ms per step)\n")
+    write(f"{decode['tokens_per_second']:.1f} tokens/s ({decode['ms_per_step']:.2f} ms per step")
+    write(f"{_slowest(data, decode['slowest_ms_per_step'], 2)})\n")
     for step in ("decode", "prefill"):
         phases = data[f"{step}_phases"]
         count = phases["tokens"]
@@ -339,6 +356,11 @@ def _print(data: dict[str, Any]) -> None:
         write("\n" if percent is None else f"          {percent:5.1f}%\n")
         _print_table("kernels", data[f"{step}_calls"], "call")
     _print_ceilings(data)
+
+
+def _slowest(data: dict[str, Any], ms: float, digits: int) -> str:
+    """What stands behind the time of the fastest run."""
+    return f", the slowest of {data['repeat']} {ms:.{digits}f}" if data["repeat"] > 1 else ""
 
 
 def _print_table(title: str, rows: list[dict[str, Any]], label: str) -> None:

@@ -139,16 +139,23 @@ def test_counters_are_in_order_and_add_up(artifact: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("waiting", "percent", "spread", "says"),
+    ("waiting", "percent", "spread", "slowest", "says"),
     [
-        (0.2, 110, 1.3, None),
-        (0.21, 100, 1.0, "threads waited for 21% of the decode step"),
-        (0.1, 111, 1.0, "decode reached 111% of the arithmetic that was measured"),
-        (0.1, 100, 1.31, "a ceiling measured twice differed by 1.3x"),
+        (0.2, 110, 1.3, (13, 2.6), None),
+        (0.21, 100, 1.0, (10, 2), "threads waited for 21% of the decode step"),
+        (0.1, 111, 1.0, (10, 2), "decode reached 111% of the arithmetic that was measured"),
+        (0.1, 100, 1.31, (10, 2), "a ceiling measured twice differed by 1.3x"),
+        (0.1, 100, 1.0, (25, 2), "the slowest prefill took 2.5 times as long as the fastest"),
+        (0.1, 100, 1.0, (10, 2.8), "the slowest decode took 1.4 times as long as the fastest"),
     ],
 )
 def test_signs_of_a_busy_host(
-    capsys: Any, waiting: float, percent: float, spread: float, says: str | None
+    capsys: Any,
+    waiting: float,
+    percent: float,
+    spread: float,
+    slowest: tuple[float, float],
+    says: str | None,
 ) -> None:
     def phases(waiting: float, percent: float) -> dict[str, Any]:
         work = {"phase": "mlp", "share": 0.1, "bound": "arithmetic", "percent_of_ceiling": percent}
@@ -158,6 +165,8 @@ def test_signs_of_a_busy_host(
 
     data = {
         "notes": ["first"], "ceilings": {"spread": spread},
+        "prefill": {"ms": 10, "slowest_ms": slowest[0]},
+        "decode": {"ms_per_step": 2, "slowest_ms_per_step": slowest[1]},
         "decode_phases": phases(waiting, percent), "prefill_phases": phases(0.0, 90),
     }  # fmt: skip
     found = bench._noted(data)
@@ -198,6 +207,32 @@ def test_a_bench_longer_than_the_context_is_refused(
 ) -> None:
     code, out, err = run(capsys, artifact, "bench", *args)
     assert (code, out) == (2, "") and says in err and err.count("\n") == 1
+
+
+def test_the_slowest_run_is_told(artifact: Path, capsys: Any, monkeypatch: Any) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    def takes(name: str, *seconds: float) -> None:
+        real, left = getattr(bench._Runner, name), iter(seconds)
+
+        def run(*args: Any) -> Any:
+            clock[0] += next(left, 0.03)
+            return real(*args)
+
+        monkeypatch.setattr(bench._Runner, name, run)
+
+    takes("prefill", 0.0, 0.5, 0.02, 0.04)  # the first is the first token's
+    takes("decode", 0.4, 0.04, 0.08)
+    args = ("bench", "-p", 20, "-n", 4, "--repeat", 3, "--no-ceilings")
+    code, out, err = run(capsys, artifact, *args)
+    assert code == 0
+    assert "prefill 20 tokens: 1000.0 tokens/s (20.0 ms, the slowest of 3 500.0)\n" in out
+    assert "100.0 tokens/s (10.00 ms per step, the slowest of 3 100.00)\n" in out
+    assert "the slowest decode took 10.0 times as long as the fastest" in err
+    data = json.loads(run(capsys, artifact, *args, "--json")[1])
+    assert (data["repeat"], data["prefill"]["ms"], data["prefill"]["slowest_ms"]) == (3, 30, 30)
+    assert (data["decode"]["ms_per_step"], data["decode"]["slowest_ms_per_step"]) == (7.5, 7.5)
 
 
 def test_the_default_prompt_is_shortened_aloud(artifact: Path, capsys: Any) -> None:
