@@ -213,9 +213,7 @@ def _first_token(session: Session, runner: _Runner) -> float | None:
     return None if start is None else round(start * 1e3, 1)
 
 
-def _prefills(
-    runner: _Runner, ids: array[int], repeat: int, batch: int
-) -> tuple[list[float], int]:
+def _prefills(runner: _Runner, ids: array[int], repeat: int, batch: int) -> tuple[list[float], int]:
     """Seconds of one prompt, each time, and its next token; afterwards each sequence has it."""
     seconds, token = [], 0
     for _ in range(repeat):

@@ -15,6 +15,7 @@ from .generate import (
     RUNNING,
     SAMPLING,
     note_cut,
+    progress_of,
     push_to,
     sampling_from,
     stops_from,
@@ -137,11 +138,17 @@ def _answer(
     ids = codec.encode(codec.render(history), raw=False)
     stream = TextStream(codec.decode, context=ids, stops=stops, write=writer(not quiet))
     sequence = scheduler.add(ids, on_token=push_to(stream), **request)
+    progress = progress_of([sequence], not quiet, scheduler.limits.max_tokens)
     try:
         while not sequence.finished:
             scheduler.step()
+            if progress is not None:
+                progress.update()
     except KeyboardInterrupt:
         scheduler.cancel(sequence)
+    finally:
+        if progress is not None:
+            progress.clear()
     text = stream.finish()
     if not quiet:
         sys.stdout.write("\n")

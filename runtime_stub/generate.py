@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from .options import Values
     from .profile import Profile
+    from .progress import Progress
     from .scheduler import Scheduler, Sequence
     from .session import Session
     from .stream import TextStream
@@ -276,7 +277,16 @@ def _write_id(sequence: Sequence, token: int) -> None:
     sys.stdout.flush()
 
 
-def _run(session: Session, scheduler: Scheduler) -> dict[str, float]:
+def progress_of(sequences: list[Sequence], live: bool, chunk: int) -> Optional[Progress]:
+    """A :class:`Progress` where somebody looks on; imported for them only."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return None
+    from .progress import Progress
+
+    return Progress(sequences, live, chunk)
+
+
+def _run(session: Session, scheduler: Scheduler, progress: Optional[Progress]) -> dict[str, float]:
     """Steps to the end.  Prefill is the time up to the first token of any sequence."""
     session.timings.skip()
     start = time.perf_counter()
@@ -284,6 +294,8 @@ def _run(session: Session, scheduler: Scheduler) -> dict[str, float]:
     generated = 0
     while not scheduler.idle:
         generated += len(scheduler.step())
+        if progress is not None:
+            progress.update()
         if first is None and generated:
             first = time.perf_counter()
             session.timings.mark("first_token")
@@ -362,12 +374,16 @@ def run_generate(session: Session, values: Values, as_json: bool) -> dict[str, A
     )
     live = len(prompts) == 1 and not as_json and not values["no_stream"]
     _submit(session, scheduler, prompts, values=values, sampling=sampling, live=live)
+    progress = progress_of([p.sequence for p in prompts if p.sequence], live, limits.max_tokens)
     try:
-        speed = _run(session, scheduler)
+        speed = _run(session, scheduler, progress)
     except KeyboardInterrupt:
         if live:
             sys.stdout.write("\n")
         raise
+    finally:
+        if progress is not None:
+            progress.clear()
     results = [_result(p) for p in prompts]
     if not as_json:
         _print_results(results, live)

@@ -816,8 +816,8 @@ def test_a_start_imports_only_what_the_first_token_needs(ids_only: Path) -> None
     assert run.returncode == 0, run.stderr
     loaded = set(run.stdout.splitlines())
     assert {"zerolayer_stub.driver_cpu", "zerolayer_stub.scheduler", "ctypes"} <= loaded
-    unneeded = {"about", "bench", "bytelevel", "chat", "npy", "run_graph", "stream", "template"}
-    unneeded = {f"zerolayer_stub.{m}" for m in (*unneeded, "text", "verify")}
+    unneeded = {"about", "bench", "bytelevel", "chat", "npy", "progress", "run_graph", "stream"}
+    unneeded = {f"zerolayer_stub.{m}" for m in (*unneeded, "template", "text", "verify")}
     unneeded |= {"__future__", "argparse", "dataclasses", "inspect", "json.decoder", "logging"}
     assert not loaded & {*unneeded, "jinja2", "random", "subprocess", "tempfile", "threading"}
 
