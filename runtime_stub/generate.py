@@ -37,8 +37,8 @@ SAMPLING = [
     Option(("--min-p",), "drop tokens less likely than this times the likeliest", number(0, 1),
            metavar="P"),
     Option(("--repetition-penalty",), "above 1: repeat less", number(0.01, 100), metavar="X"),
-    Option(("--seed",), "same seed, same text (default: random)", integer(0, (1 << 64) - 1),
-           metavar="N"),
+    Option(("--seed",), "same seed, same text (default: random); prompt i of a file, from 0: N + i",
+           integer(0, (1 << 64) - 1), metavar="N"),
 ]  # fmt: skip
 RUNNING = [
     THREADS,
@@ -70,6 +70,7 @@ class Prompt:
         self.ids = ids
         self.text = text
         self.where = where
+        self.seed = 0
         self.stream: Optional[TextStream] = None
         self.sequence: Optional[Sequence] = None
 
@@ -239,7 +240,9 @@ def _submit(
     texts, stop_ids = stops_from(session, values["stop"], ids_only)
     eos = () if values["ignore_eos"] else session.eos_ids
     count = values["max_new_tokens"] or DEFAULT_NEW_TOKENS
-    for prompt in prompts:
+    for number_, prompt in enumerate(prompts):
+        params = _seeded(sampling, number_)
+        prompt.seed = params.seed
         on_token: Any = None
         if prompt.text is not None:
             from .stream import TextStream
@@ -254,7 +257,7 @@ def _submit(
         try:
             prompt.sequence = scheduler.add(
                 prompt.ids,
-                sampling=sampling,
+                sampling=params,
                 max_new_tokens=count,
                 stop_ids=(*eos, *stop_ids),
                 on_token=on_token,
@@ -264,6 +267,13 @@ def _submit(
             least = plan.blocks_for(len(prompt.ids) + 1) * plan.block_bytes
             step = f"shorten the prompt or use --kv-memory {least} or more"
             raise ResourceError(e.what, where=prompt.where, next_step=step) from None
+
+
+def _seeded(sampling: SamplingParams, number_: int) -> SamplingParams:
+    """The sampling of a prompt: equal prompts of a file draw different texts."""
+    settings = sampling.as_dict()
+    settings["seed"] = (sampling.seed + number_) % (1 << 64)
+    return SamplingParams(**settings)  # type: ignore[arg-type]
 
 
 def push_to(stream: TextStream) -> Callable[[Sequence, int], bool]:
@@ -309,6 +319,7 @@ def _result(prompt: Prompt) -> dict[str, Any]:
         "text": prompt.stream.finish() if prompt.stream is not None else None,
         "finish_reason": sequence.finish_reason,
         "stopped_by": sequence.stopped_by,
+        "seed": prompt.seed,
         "usage": _usage(len(prompt.ids), len(output)),
     }
 

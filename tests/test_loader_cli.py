@@ -235,6 +235,20 @@ def test_sampling_and_seed(artifact: Path, capsys: Any) -> None:
     assert drawn["tokens"] == expected([9], 5, seed=int(drawn["sampling"]["seed"]))
 
 
+def test_each_prompt_of_a_file_has_its_own_seed(
+    artifact: Path, tmp_path: Path, capsys: Any
+) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"tokens": [9]}\n' * 3)
+    args = ("generate", "--prompts-file", str(file), "-n", "5", "--ignore-eos", "--json",
+            "--temperature", "0.7", "--seed")  # fmt: skip
+    results = Run(capsys, artifact, *args, "11").json["results"]
+    assert [r["seed"] for r in results] == [11, 12, 13]
+    assert [r["tokens"] for r in results] == [expected([9], 5, seed=s) for s in (11, 12, 13)]
+    last = Run(capsys, artifact, *args, str((1 << 64) - 1)).json["results"]
+    assert [r["seed"] for r in last] == [(1 << 64) - 1, 0, 1]
+
+
 def test_stop_string_and_stop_token(artifact: Path, capsys: Any) -> None:
     tokens = expected([loader_fake.BOS, *b"go"], 30)
     text = bytes(t for t in tokens if t < 256).decode("utf-8", "replace")
