@@ -1,7 +1,8 @@
 """The command ``verify``: every hash of the file, then the golden prompts through the kernels.
 
 In: a :class:`Session`.  Out: what was checked; IntegrityError (6) names the first damaged part,
-NumericsError (7) the first golden prompt whose tokens differ.  Next file: ``scheduler.py``.
+NumericsError (7) the first golden prompt whose tokens differ.  Golden prompts that cannot be run
+are a failure, too, unless ``--hashes-only`` leaves them out.  Next file: ``scheduler.py``.
 
 ``golden.json``: ``{"cases": [{"prompt": text or null, "prompt_ids": [..], "expect_ids": [..]}]}``,
 the greedy tokens that this artifact's own kernels gave on the build host.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 
-from .errors import IntegrityError, NumericsError
+from .errors import EXIT_OK, IntegrityError, NumericsError, UnsupportedError, ZerolayerError
 from .options import THREADS, Option
 
 TYPE_CHECKING = False
@@ -28,8 +29,9 @@ OPTIONS = [
 ]
 
 
-def run_verify(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
-    """Returns what ``--json`` prints."""
+def run_verify(session: Session, values: Values, as_json: bool) -> tuple[int, dict[str, Any]]:
+    """Returns the exit code and what ``--json`` prints: with golden prompts that cannot be run the
+    error's object, and in it what the hashes gave."""
     progress = _Progress(not as_json)
     start = time.perf_counter()
     session.artifact.verify_all(progress)
@@ -41,23 +43,45 @@ def run_verify(session: Session, values: Values, as_json: bool) -> dict[str, Any
         "bytes": session.artifact.size,
         "hash_seconds": round(seconds, 3),
         "golden": "not run",
+        "golden_why": "",
     }
     if not as_json:
         rate = session.artifact.size / 1e9 / max(seconds, 1e-9)
         sys.stdout.write(f"hashes ok: {session.artifact.size} bytes ({rate:.2f} GB/s)\n")
-    member = session.manifest.get("golden")
-    if values["hashes_only"] or not member:
-        if not as_json and not member:
-            sys.stdout.write("no golden prompts in this artifact\n")
-        return data
-    session.require_host()
-    data["golden"] = run_golden(session, str(member), values["threads"])
+    if values["hashes_only"]:
+        data["golden_why"] = "--hashes-only"
+        return EXIT_OK, data
+    try:
+        session.require_host()
+        member = _member(session)
+    except ZerolayerError as e:
+        if not as_json:
+            raise
+        sys.stderr.write(f"error: {e.one_line()}\n")
+        return e.exit_code, {**data, **e.as_dict(), "ok": False, "golden_why": e.what}
+    data["golden"] = run_golden(session, member, values["threads"])
     if not as_json:
         golden = data["golden"]
         sys.stdout.write(
             f"golden prompts ok: {golden['cases']} prompts, {golden['tokens']} tokens equal\n"
         )
-    return data
+    return EXIT_OK, data
+
+
+def _member(session: Session) -> str:
+    """The name of the list of golden prompts; UnsupportedError says why there is none."""
+    member = session.manifest.get("golden")
+    if member:
+        return str(member)
+    numerics = session.manifest.get("numerics") or {}
+    why = numerics.get("reason") or "the build did not say why"
+    if not any(e.get("name") == "step" for e in session.manifest.get("entry_points") or ()):
+        why = "a graph that is not a language model has none"
+    raise UnsupportedError(
+        f"no golden prompts in this artifact: {why}",
+        where=session.path,
+        next_step="verify --hashes-only checks the bytes alone",
+    )
 
 
 class _Progress:

@@ -235,7 +235,9 @@ def test_inspect(tiny_artifact: Path) -> None:
 
 def test_verify(tiny_artifact: Path, tmp_path: Path) -> None:
     assert "ok" in zerolayer("verify", tiny_artifact).out
-    assert zerolayer("verify", tiny_artifact, "--json").json()["status"] == "ok"
+    found = zerolayer("verify", tiny_artifact, "--json").json()
+    assert (found["status"], found["golden"]) == ("ok", "not run")
+    assert "FILE verify runs them" in found["golden_why"]
     raw = bytearray(tiny_artifact.read_bytes())
     raw[70_000] ^= 1  # in the weights
     damaged = tmp_path / "damaged.zla"

@@ -479,8 +479,34 @@ def test_verify_finds_damage_and_wrong_numbers(artifact: Path, tmp_path: Path, c
     run = Run(capsys, wrong, "verify")
     assert run.code == 7 and "at token 6" in run.err
     assert Run(capsys, wrong, "verify", "--hashes-only").code == 0
+    assert Run(capsys, wrong, "verify", "--hashes-only", "--json").json["golden_why"] == (
+        "--hashes-only"
+    )
     odd = loader_fake.build(tmp_path / "o.zla", vendor=False, members={"golden.json": b"[1]"})
     assert Run(capsys, odd, "verify").code == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "mask", "code", "why"),
+    [
+        ({}, ["avx2"], 5, "avx2"),
+        ({"golden": None, "numerics": {"reason": "--no-verify"}}, [], 4, "artifact: --no-verify"),
+        ({"golden": None, "entry_points": loader_fake.manifest()["entry_points"][1:]}, [], 4,
+         "a graph that is not a language model has none"),
+    ],
+)  # fmt: skip
+def test_verify_fails_where_no_golden_prompt_runs(
+    tmp_path: Path, capsys: Any, changes: dict[str, Any], mask: list[str], code: int, why: str
+) -> None:
+    path = loader_fake.build(tmp_path / "a.zla", vendor=False, **changes)
+    run = Run(capsys, path, "verify", "--json", mask=mask)
+    assert run.code == code and run.out.count("\n") == 1
+    assert (run.json["ok"], run.json["exit_code"], run.json["golden"]) == (False, code, "not run")
+    assert why in run.json["golden_why"] and run.json["digest"]
+    plain = Run(capsys, path, "verify", mask=mask)
+    assert plain.code == code and why in plain.err and plain.err.count("\n") == 1
+    assert "hashes ok" in plain.out
+    assert Run(capsys, path, "verify", "--hashes-only", mask=mask).code == 0
 
 
 def test_manifest_and_code_must_agree(tmp_path: Path, capsys: Any) -> None:
