@@ -8,6 +8,7 @@ and scheduler).  Next file: ``cli.py``.  The order is fixed: structure of the fi
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 from .errors import IntegrityError, ResourceError, UnsupportedError, UsageError
@@ -336,6 +337,13 @@ class Session:
             cpus=self.facts.cpus_affinity[:threads] if pin else (),
         )
         self.timings.mark("create")
+        cpus = self.facts.usable_cpus()
+        if threads > cpus:
+            which = f"{cpus} CPU{'s' if cpus > 1 else ''}"
+            sys.stderr.write(
+                f"note: {threads} threads are more than the {which} that this process may use: "
+                "they wait for each other\n"
+            )
         return self.engine
 
     def scheduler(

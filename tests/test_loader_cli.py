@@ -324,6 +324,21 @@ def test_mistakes_are_one_line_and_a_code(
         assert run.err.count("\n") == 1 and run.err.startswith("error: ")
 
 
+@pytest.mark.parametrize(("quota", "cpus"), [(None, 3), (1.5, 2), (0.4, 1)])
+def test_more_threads_than_cpus_get_a_note(
+    ids_only: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, quota: float | None, cpus: int
+) -> None:
+    facts = {"cpus_affinity": (0, 1, 2), "cpu_quota": quota}
+    monkeypatch.setattr(
+        "zerolayer.runtime_stub.detect.host_facts", lambda mask: host_facts(mask, facts)
+    )
+    args = ("generate", "--tokens", "1", "-n", "2", "--threads")
+    assert Run(capsys, ids_only, *args, str(cpus)).err == ""
+    run = Run(capsys, ids_only, *args, str(cpus + 1))
+    assert run.code == 0 and run.err.count("\n") == 1
+    assert f"note: {cpus + 1} threads are more than the {cpus} CPU" in run.err
+
+
 def test_errors_as_json(artifact: Path, capsys: Any) -> None:
     run = Run(capsys, artifact, "generate", "", "--json")
     assert run.json["error"] == "usage" and run.json["exit_code"] == run.code == 2
