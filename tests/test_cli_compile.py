@@ -301,7 +301,7 @@ def test_interrupted(stage: str, tiny_llama: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         said, notes = process.communicate(timeout=60)
     assert process.returncode == errors.EXIT_INTERRUPTED, notes
-    assert said == ""
+    assert said.count("\n") == 1 and json.loads(said)["error"] == "interrupted"
     assert notes.splitlines()[-1] == "interrupted"
     assert "Traceback" not in notes
     assert [p.name for p in tmp_path.iterdir() if p.name != "cache"] == []

@@ -168,6 +168,38 @@ def test_interrupt_while_generating(artifact: Path) -> None:
     assert b"Traceback" not in err
 
 
+@pytest.mark.parametrize("command", [["generate", "-", "--raw"], ["chat"]])
+def test_interrupt_with_json_is_one_object(artifact: Path, command: list[str]) -> None:
+    line = [sys.executable, "-I", "-S", str(artifact), *command, "--json"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        settle(process.pid)  # it waits for the prompt
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and b"Traceback" not in err
+    assert out.count(b"\n") == 1
+    data = json.loads(out)
+    assert (data["error"], data["exit_code"]) == ("interrupted", 130)
+
+
+def test_an_interrupt_after_the_result_does_not_add_to_it(
+    ids_only: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = sys.stdout.write
+
+    def late(text: str) -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        return write(text)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(sys.stdout, "write", late)
+    code = main(["info", "--json"], str(ids_only))
+    monkeypatch.undo()
+    out = capsys.readouterr().out
+    assert code == 0 and out.count("\n") == 1 and json.loads(out)["model"]["name"] == "fake"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_closed_output_is_no_error(ids_only: Path) -> None:
     command = f"{sys.executable} -I -S {ids_only} check >&- 2>&-"
     assert subprocess.run(["/bin/sh", "-c", command], check=False, timeout=60).returncode == 0
