@@ -85,11 +85,23 @@ def sampling_from(session: Session, values: Values) -> SamplingParams:
         if isinstance(value, (int, float)):
             chosen[name] = int(value) if name == "top_k" else float(value)
     seed = values["seed"]
+    if chosen.get("temperature", 0.0) <= 0:
+        _note_unused(values)
     if seed is None and chosen.get("temperature", 0.0) > 0:
         import os
 
         seed = int.from_bytes(os.urandom(4), "little")
     return SamplingParams(seed=seed or 0, **chosen)
+
+
+def _note_unused(values: Values) -> None:
+    """One line on stderr for options that only matter where tokens are drawn."""
+    names = ("top_k", "top_p", "min_p", "seed")
+    unused = [f"--{n.replace('_', '-')}" for n in names if values[n] is not None]
+    if unused:
+        what = f"{', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect"
+        why = "without --temperature" if values["temperature"] is None else "at --temperature 0"
+        sys.stderr.write(f"note: {what}: {why} the likeliest token is taken\n")
 
 
 def stops_from(session: Session, stops: list[str], ids_only: bool) -> tuple[list[str], list[int]]:

@@ -281,6 +281,23 @@ def test_each_prompt_of_a_file_has_its_own_seed(
     assert [r["seed"] for r in last] == [(1 << 64) - 1, 0, 1]
 
 
+def test_sampling_options_without_a_temperature_get_a_note(
+    ids_only: Path, tmp_path: Path, capsys: Any
+) -> None:
+    args = ("generate", "--tokens", "9", "-n", "2")
+    run = Run(capsys, ids_only, *args, "--top-k", "3", "--seed", "0")
+    assert run.code == 0 and run.err == (
+        "note: --top-k, --seed have no effect: without --temperature the likeliest token is taken\n"
+    )
+    zero = Run(capsys, ids_only, *args, "--top-p", "0.5", "--temperature", "0").err
+    assert "--top-p has no effect: at --temperature 0 " in zero
+    assert Run(capsys, ids_only, *args, "--repetition-penalty", "1.5").err == ""
+    assert Run(capsys, ids_only, *args, "--seed", "1", "--temperature", "1").err == ""
+    warm = {**loader_fake.manifest()["tokenizer"], "generation": {"temperature": 0.5}}
+    model = loader_fake.build(tmp_path / "w.zla", vendor=False, tokenizer=warm)
+    assert Run(capsys, model, *args, "--seed", "1").err == ""
+
+
 def test_stop_string_and_stop_token(artifact: Path, capsys: Any) -> None:
     tokens = expected([loader_fake.BOS, *b"go"], 30)
     text = bytes(t for t in tokens if t < 256).decode("utf-8", "replace")
