@@ -169,6 +169,19 @@ def _from_ids(session: Session, ids: list[int], where: str) -> Prompt:
     return Prompt(ids, None, where)
 
 
+def _check_keys(item: object, where: str) -> None:
+    """Nothing in a line of a prompts file is passed over."""
+    if not isinstance(item, dict):
+        return
+    unknown = [key for key in item if key not in ("prompt", "tokens")]
+    if unknown:
+        raise InputFileError(
+            f"unknown key {unknown[0]!r}", where=where, next_step="known: prompt, tokens"
+        )
+    if len(item) > 1:
+        raise InputFileError("both prompt and tokens", where=where, next_step="give one of them")
+
+
 def _from_file(session: Session, path: str, values: Values) -> list[Prompt]:
     text = _read(path, "the prompts file")
     prompts: list[Prompt] = []
@@ -188,6 +201,7 @@ def _from_file(session: Session, path: str, values: Values) -> list[Prompt]:
             item = json.loads(line)
         except (ValueError, RecursionError) as e:
             raise InputFileError(f"not JSON: {e}", where=where) from None
+        _check_keys(item, where)
         if isinstance(item, dict) and isinstance(item.get("tokens"), list):
             prompts.append(_from_ids(session, item["tokens"], where))
             continue

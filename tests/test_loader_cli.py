@@ -415,6 +415,23 @@ def test_bad_prompt_lines(artifact: Path, tmp_path: Path, capsys: Any, line: str
     assert run.code in (2, 3) and f"{file}:2" in run.err
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"prompt": "a", "seed": 3}', "unknown key 'seed'; known: prompt, tokens"),
+        ('{"tokens": [1], "max_tokens": 3}', "unknown key 'max_tokens'; known: prompt, tokens"),
+        ('{"tokens": [1], "prompt": "a"}', "both prompt and tokens"),
+    ],
+)
+def test_no_key_of_a_prompts_file_is_passed_over(
+    ids_only: Path, tmp_path: Path, capsys: Any, line: str, says: str
+) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"tokens": [1]}\n' + line)
+    run = Run(capsys, ids_only, "generate", "--prompts-file", str(file))
+    assert run.code == 3 and f"error: {file}:2: {says}" in run.err
+
+
 def test_a_long_prompt_of_a_file_is_named(artifact: Path, tmp_path: Path, capsys: Any) -> None:
     """Too long for the context, or for the memory that was given: the line, and what would do."""
     file = tmp_path / "p.jsonl"
