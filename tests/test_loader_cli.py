@@ -837,6 +837,25 @@ def test_run_reads_and_writes_arrays(artifact: Path, tmp_path: Path, capsys: Any
     assert "must be f32" in Run(capsys, artifact, *args, f"x={tmp_path}/int.npy").err
 
 
+def test_run_shows_first_values_and_makes_the_folder(
+    artifact: Path, tmp_path: Path, capsys: Any
+) -> None:
+    import numpy as np
+
+    np.save(tmp_path / "x.npy", np.array([0.25, -1, np.nan, *range(7)], dtype=np.float32))
+    given = ("run", "--input", f"x={tmp_path}/x.npy")
+    assert Run(capsys, artifact, *given).out == "y  f32[10]  0.5, -2, nan, 0, 2, 4, 6, 8, ...\n"
+    first = Run(capsys, artifact, *given, "--json").json["outputs"][0]["first"]
+    assert first == [0.5, -2, "nan", 0, 2, 4, 6, 8]
+    new = tmp_path / "a" / "b"
+    assert str(new / "y.npy") in Run(capsys, artifact, *given, "--output-dir", str(new)).out
+    assert np.load(new / "y.npy").shape == (10,)
+    np.save(tmp_path / "x.npy", np.zeros(0, dtype=np.float32))
+    for bad in (str(tmp_path / "x.npy"), "", "/proc/none"):
+        refused = Run(capsys, artifact, *given, "--output-dir", bad)
+        assert refused.code == 2 and "--output-dir is not a folder" in refused.err
+
+
 # .npy and options -------------------------------------------------------------------------------
 
 
@@ -848,6 +867,7 @@ def test_npy_is_numpys(tmp_path: Path) -> None:
             values = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
             np.save(tmp_path / "a.npy", values)
             kind, have, data = npy.read_npy(str(tmp_path / "a.npy"))
+            assert npy.first_values(kind, data, 4) == values.reshape(-1)[:4].tolist()
             assert (npy.DTYPES[kind], have, bytes(data)) == (dtype, shape, values.tobytes())
             npy.write_npy(str(tmp_path / "b.npy"), kind, have, data)
             again = np.load(tmp_path / "b.npy")
