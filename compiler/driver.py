@@ -110,7 +110,7 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
     Raises a ZerolayerError for anything the user can act on; an existing output file is then left
     as it was and no new one appears.
     """
-    warnings = Warnings(request.strict)
+    warnings = Warnings(request.strict, progress.message)
     cache = CompileCache()
     with progress.stage("read model"):
         model = load_model(request.model)

@@ -7,7 +7,7 @@ dictionary for pipelines.  Next file: ``cli.py``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,12 @@ class Predictions:
 
 
 class Warnings:
-    """Collects what a build would only warn about; under ``--strict`` the first one ends it."""
+    """Collects what a build would only warn about, and tells ``say`` at once; under ``--strict``
+    the first one ends it."""
 
-    def __init__(self, strict: bool) -> None:
+    def __init__(self, strict: bool, say: Callable[[str], None]) -> None:
         self._strict = strict
+        self._say = say
         self._lines: list[str] = []
 
     def add(self, text: str) -> None:
@@ -53,6 +55,7 @@ class Warnings:
         if self._strict:
             raise UnsupportedError(text, where="--strict", next_step="leave out --strict to accept")
         self._lines.append(text)
+        self._say(f"warning: {text}")
 
     def lines(self) -> tuple[str, ...]:
         return tuple(self._lines)

@@ -316,6 +316,8 @@ def test_weights_that_cannot_be_quantized_are_named(tmp_path: Path) -> None:
     options = ("--target", "x86-64-v3", "--no-verify", "--quantize", "int4")
     done = zerolayer("compile", folder, *options, "-o", tmp_path / "a.zla", "--json")
     (warning, _not_verified) = done.json()["warnings"]
+    said = [line for line in done.err.splitlines() if line.startswith("warning: ")]
+    assert said == [f"warning: {text}" for text in done.json()["warnings"]]
     assert "embed.weight and 6 more weights keep their format: rows of 72" in warning
     options = ("--target", "x86-64-v3", "--strict", "--quantize", "int4")
     done = zerolayer("compile", folder, *options, "-o", tmp_path / "b.zla")
