@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -15,7 +16,9 @@ from typing import Any
 
 import pytest
 from cli_run import zerolayer
+from rich.console import Console
 from tiny_models import make_model
+from zerolayer.compiler.progress import RichProgress
 from zerolayer.runtime_stub import detect, errors
 from zerolayer.runtime_stub.container import open_artifact
 from zerolayer.runtime_stub.layout import ARTIFACT_LINE, SHEBANG
@@ -231,6 +234,21 @@ def test_inspect(tiny_artifact: Path) -> None:
         done = zerolayer("inspect", tiny_artifact, f"--{view}", "--json")
         assert list(done.json()) == [view]
     zerolayer("inspect", tiny_artifact, "--kernels", "--memory").one_error(2, "--kernels, --memory")
+
+
+def test_a_gate_that_is_left_out_is_not_counted(tiny_llama: Path, tmp_path: Path) -> None:
+    target = ("--target", "x86-64-v3", "-o", tmp_path / "a.zla")
+    done = zerolayer("compile", tiny_llama, *target, "--no-verify")
+    (line,) = [line for line in done.err.splitlines() if line.startswith("numerics  ")]
+    assert line.endswith(" s  not run")
+
+
+def test_the_live_display_has_a_note_where_nothing_is_counted() -> None:
+    out = io.StringIO()
+    bars = RichProgress(Console(file=out, force_terminal=True, width=100))
+    with bars as progress, progress.stage("numerics") as stage:
+        stage.note("not run")
+    assert "not run" in out.getvalue() and "1/1" not in out.getvalue()
 
 
 def test_verify(tiny_artifact: Path, tmp_path: Path) -> None:

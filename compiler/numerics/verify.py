@@ -68,9 +68,9 @@ class GateInputs:
         )
         return gate_prompts(self.model.config, self.model.tokenizer, context - GOLDEN_TOKENS)
 
-    def units(self) -> int:
-        """Steps of progress."""
-        return max(1, 2 * len(self.prompts()))
+    def units(self) -> int | None:
+        """Steps of progress; None where there are none to count: no prompts, or it does not run."""
+        return None if self.skip else 2 * len(self.prompts()) or None
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def verify_weights(
 
     data, hit = cache.get_or_build(_key(gate, written), run)
     if hit:
-        advance(gate.units())
+        advance(gate.units() or 0)
     found = json.loads(data)
     golden = found["golden"]
     return Verified(found["report"], golden.encode() if golden is not None else None)
