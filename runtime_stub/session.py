@@ -11,7 +11,7 @@ import os
 import sys
 import time
 
-from .errors import IntegrityError, ResourceError, UnsupportedError, UsageError
+from .errors import IntegrityError, ResourceError, UsageError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class Session:
         return int(self.manifest.get("model", {}).get("vocab_size", 0))
 
     def entry_point(self, name: str) -> dict[str, Any]:
-        """The manifest's entry point; UnsupportedError when the artifact has another kind."""
+        """The manifest's entry point; UsageError when the artifact has another kind."""
         entries = self.manifest.get("entry_points") or []
         if isinstance(entries, dict):
             entries = [dict(value, name=key) for key, value in entries.items()]
@@ -235,7 +235,7 @@ class Session:
             if entry.get("name") == name:
                 return dict(entry)
         graph = any(entry.get("name") == "run" for entry in entries)
-        raise UnsupportedError(
+        raise UsageError(
             "this artifact is a graph, not a language model"
             if graph
             else "this artifact is a language model, not a graph",
@@ -250,7 +250,7 @@ class Session:
         return calls
 
     def limits(self) -> Limits:
-        """The limits of one step; UnsupportedError for a model that is not a language model."""
+        """The limits of one step; UsageError for a model that is not a language model."""
         from .step import Limits
 
         self.entry_point("step")

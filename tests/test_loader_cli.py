@@ -388,6 +388,23 @@ def test_more_threads_than_cpus_get_a_note(
     assert f"note: {cpus + 1} threads are more than the {cpus} CPU" in run.err
 
 
+@pytest.mark.parametrize(
+    ("commands", "kind", "says"),
+    [
+        (["generate", "bench", "chat"], "run", "is a graph, not a language model"),
+        (["run"], "step", "is a language model, not a graph"),
+    ],
+)
+def test_a_command_for_another_kind_of_artifact_is_wrong_usage(
+    tmp_path: Path, capsys: Any, commands: list[str], kind: str, says: str
+) -> None:
+    entries = [e for e in loader_fake.manifest()["entry_points"] if e["name"] == kind]
+    path = loader_fake.build(tmp_path / "a.zla", vendor=False, entry_points=entries)
+    for command in commands:
+        run = Run(capsys, path, command)
+        assert run.code == 2 and says in run.err, (command, run.err)
+
+
 def test_errors_as_json(artifact: Path, capsys: Any) -> None:
     run = Run(capsys, artifact, "generate", "", "--json")
     assert run.json["error"] == "usage" and run.json["exit_code"] == run.code == 2
