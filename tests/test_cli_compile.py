@@ -251,6 +251,15 @@ def test_the_live_display_has_a_note_where_nothing_is_counted() -> None:
     assert "not run" in out.getvalue() and "1/1" not in out.getvalue()
 
 
+def test_a_promise_that_no_gate_checked_says_so(tiny_artifact: Path) -> None:
+    shown = zerolayer("inspect", tiny_artifact).out
+    assert "yes (promised, not checked: the numerics gate did not run)" in shown
+    info = subprocess.run(
+        [sys.executable, "-I", tiny_artifact, "info"], capture_output=True, text=True, check=True
+    )
+    assert "not run, batch-invariant as promised, not checked" in info.stdout
+
+
 def test_verify(tiny_artifact: Path, tmp_path: Path) -> None:
     assert "ok" in zerolayer("verify", tiny_artifact).out
     found = zerolayer("verify", tiny_artifact, "--json").json()
