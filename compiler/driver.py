@@ -186,8 +186,8 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         nonlocal verified
         with progress.stage("numerics", total=gate.units()) as stage:
             verified = verify_weights(gate, written, cache, stage.advance)
-            if verified.not_run:
-                stage.note("not run")
+            if verified.not_run or verified.cached:
+                stage.note("not run" if verified.not_run else "from the cache")
         if verified.not_run:
             warnings.add(f"numerics gate not run: {verified.not_run}")
         inputs = replace(

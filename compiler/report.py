@@ -144,16 +144,18 @@ class CompileResult:
 
     def _numerics(self) -> str:
         report = self.verified.report or {}
+        cached = ", from the cache" if self.verified.cached else ""
         if self.verified.not_run:
             return f"not run ({self.verified.not_run})"
         if "kl" not in report:
             worst = max((o["relative_error"] for o in report.get("outputs", ())), default=0.0)
-            return f"{report.get('status')}: largest relative error {worst:g}"
+            return f"{report.get('status')}: largest relative error {worst:g}{cached}"
         decisive = report["decisive_positions"]
         top1 = f"top-1 {report['top1']:.1%} of {decisive} decisive positions"
         return (
             f"{report['status']}: {top1 if decisive else 'no decisive position'}, "
             f"KL {report['kl']:g} nats, relative logit error {report['logit_error']:g}"
+            f"{cached}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -179,6 +181,7 @@ class CompileResult:
             },
             "predicted": self.predicted.as_dict(),
             "numerics": self.verified.report or {"status": "not run"},
+            "numerics_cached": self.verified.cached,
             "warnings": list(self.warnings),
             "timings": {name: round(s, 3) for name, s in self.timings},
         }

@@ -243,6 +243,20 @@ def test_a_gate_that_is_left_out_is_not_counted(tiny_llama: Path, tmp_path: Path
     assert line.endswith(" s  not run")
 
 
+def test_a_verdict_from_the_cache_says_so(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    command = ("compile", tiny_llama, "--target", "x86-64-v3", "-o", tmp_path / "a.zla")
+    first, again = zerolayer(*command, "--json"), zerolayer(*command, "--json")
+    assert (first.json()["numerics_cached"], again.json()["numerics_cached"]) == (False, True)
+    assert first.json()["sha256"] == again.json()["sha256"]
+    shown = zerolayer(*command)
+    assert ", from the cache" in shown.out
+    (line,) = [line for line in shown.err.splitlines() if line.startswith("numerics  ")]
+    assert line.endswith("  from the cache")
+
+
 def test_the_live_display_has_a_note_where_nothing_is_counted() -> None:
     out = io.StringIO()
     bars = RichProgress(Console(file=out, force_terminal=True, width=100))

@@ -76,11 +76,13 @@ class GateInputs:
 @dataclass(frozen=True)
 class Verified:
     """``report`` goes into the manifest; ``golden`` is ``golden.json`` or None; ``not_run`` says
-    why the gate did not run, empty when it did."""
+    why the gate did not run, empty when it did; ``cached`` whether the verdict is an earlier
+    run's."""
 
     report: dict[str, Any] | None = None
     golden: bytes | None = None
     not_run: str = ""
+    cached: bool = False
 
 
 def verify_weights(
@@ -107,7 +109,8 @@ def verify_weights(
         advance(gate.units() or 0)
     found = json.loads(data)
     golden = found["golden"]
-    return Verified(found["report"], golden.encode() if golden is not None else None)
+    golden_bytes = golden.encode() if golden is not None else None
+    return Verified(found["report"], golden_bytes, cached=hit)
 
 
 def cannot_run(target: Target) -> str:
