@@ -426,6 +426,11 @@ def run_generate(session: Session, values: Values, as_json: bool) -> dict[str, A
     return {**results[0], **common}
 
 
+def count_of(number_: int, what: str) -> str:
+    """``1 thread``, ``2 threads``."""
+    return f"{number_} {what}{'' if number_ == 1 else 's'}"
+
+
 def note_cut(cut: int, answers: int, context: int) -> None:
     """One line on stderr when the end of the context ended answers."""
     if cut:

@@ -729,6 +729,11 @@ def test_bench_prefills_every_sequence(
     assert {block for block, _ in written} == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize(("threads", "said"), [("1", ", 1 thread (as"), ("2", ", 2 threads (as")])
+def test_bench_counts_threads(artifact: Path, capsys: Any, threads: str, said: str) -> None:
+    assert said in Run(capsys, artifact, "bench", "-n", "2", "--threads", threads).out
+
+
 def test_bench_reports_every_part(artifact: Path, capsys: Any) -> None:
     """The fake engine's calls take 1, 2 and 3 us, then 4 us of waiting; it reads 10 GB/s."""
     run = Run(capsys, artifact, "bench", "-p", "40", "-n", "8", "--batch", "2", "--json")
