@@ -339,7 +339,8 @@ def compile_command(
     max_context: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Positions per sequence, in whole KV blocks; default: the model's."
+            min=1,
+            help="Positions per sequence, rounded up to whole KV blocks; default: the model's.",
         ),
     ] = None,
     dim: Annotated[

@@ -243,6 +243,19 @@ def test_a_gate_that_is_left_out_is_not_counted(tiny_llama: Path, tmp_path: Path
     assert line.endswith(" s  not run")
 
 
+def test_max_context_is_rounded_aloud_and_checked_early(tiny_llama: Path, tmp_path: Path) -> None:
+    command = ("compile", tiny_llama, "--target", "x86-64-v3", "--no-verify", "--json")
+    place = ("-o", tmp_path / "a.zla", "--max-context")
+    said = "max_context = 64 (40 rounded up to whole KV blocks of 32)"
+    found = zerolayer(*command, *place, 40).json()["decisions"]
+    assert [line.startswith(said) for line in found if "max_context" in line] == [False, True]
+    exact = zerolayer(*command, *place, 64).json()["decisions"]
+    assert not any("rounded" in line for line in exact)
+    refused = zerolayer(*command, *place, 10**6)
+    refused.one_error(2, "--max-context 1000000 is more than the model's")
+    assert "passes" not in refused.err
+
+
 def test_a_verdict_from_the_cache_says_so(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
