@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, TextIO, TypeVar, cast
 
 import typer
 from zerolayer.runtime_stub.errors import (
-    EXIT_INTERRUPTED,
+    Interrupted,
     ResourceError,
     UsageError,
     ZerolayerError,
@@ -142,8 +142,11 @@ def guarded(command: Command) -> Command:
             if debug:
                 traceback.print_exception(e)
         except KeyboardInterrupt:
-            _say("interrupted", sys.stderr)
-            code = EXIT_INTERRUPTED
+            error = Interrupted("interrupted")
+            _say(error.what, sys.stderr)
+            if as_json:
+                _say(_json(error.as_dict()), sys.stdout)
+            code = error.exit_code
         except BrokenPipeError:  # whoever read stdout has gone
             _drop(sys.stdout)
             code = EXIT_INTERNAL
@@ -336,7 +339,8 @@ def compile_command(
     max_context: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Positions per sequence, in whole KV blocks; default: the model's."
+            min=1,
+            help="Positions per sequence, rounded up to whole KV blocks; default: the model's.",
         ),
     ] = None,
     dim: Annotated[

@@ -110,7 +110,7 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
     Raises a ZerolayerError for anything the user can act on; an existing output file is then left
     as it was and no new one appears.
     """
-    warnings = Warnings(request.strict)
+    warnings = Warnings(request.strict, progress.message)
     cache = CompileCache()
     with progress.stage("read model"):
         model = load_model(request.model)
@@ -186,6 +186,8 @@ def compile_model(request: CompileRequest, progress: Progress) -> CompileResult:
         nonlocal verified
         with progress.stage("numerics", total=gate.units()) as stage:
             verified = verify_weights(gate, written, cache, stage.advance)
+            if verified.not_run or verified.cached:
+                stage.note("not run" if verified.not_run else "from the cache")
         if verified.not_run:
             warnings.add(f"numerics gate not run: {verified.not_run}")
         inputs = replace(
@@ -301,6 +303,13 @@ def _choose(request: CompileRequest, model: LoadedModel) -> _Choices:
                 where=model.name,
                 next_step="leave it out",
             )
+    elif request.max_context is not None and request.max_context > model.config.max_context:
+        raise UsageError(
+            f"--max-context {request.max_context} is more than the model's "
+            f"{model.config.max_context} positions",
+            where=model.name,
+            next_step=f"use at most {model.config.max_context}",
+        )
     return _Choices(
         quantize=request.quantize,
         activations=activations,
@@ -336,6 +345,12 @@ def _defaults(request: CompileRequest, choices: _Choices, model: LoadedModel) ->
             found.append(("screen_head", choices.screen_head, "default"))
         if request.max_context is None:
             found.append(("max_context", config.max_context, "the model's"))
+        else:
+            block = request.target.default("kv_block_size")
+            whole = -(-request.max_context // block) * block
+            if whole != request.max_context:
+                source = f"{request.max_context} rounded up to whole KV blocks of {block}"
+                found.append(("max_context", whole, source))
     return [f"{name} = {value} ({source})" for name, value, source in found]
 
 

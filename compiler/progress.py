@@ -151,20 +151,21 @@ class PlainProgress(_Timed):
         stage = _NotedStage()
         with self._time(name) as watch:
             yield stage
-        count = amount(stage.done, total, unit)
-        self._print(f"{name:<12}{watch.seconds():8.2f} s  {count or stage.last}".rstrip())
+        said = "  ".join(x for x in (amount(stage.done, total, unit), stage.last) if x)
+        self._print(f"{name:<12}{watch.seconds():8.2f} s  {said}".rstrip())
 
     def message(self, text: str) -> None:
         self._print(text)
 
 
 class _AmountColumn(ProgressColumn):
-    """What :func:`amount` says, else the stage's note."""
+    """What :func:`amount` says, and the stage's note."""
 
     def render(self, task: Task) -> Text:
         known = task.total if task.fields["counted"] else None
         shown = amount(task.completed, known, task.fields["unit"])
-        return Text(shown or task.fields["note"], style="green" if shown else "dim")
+        said = "  ".join(x for x in (shown, task.fields["note"]) if x)
+        return Text(said, style="green" if shown else "dim")
 
 
 class _SecondsColumn(ProgressColumn):

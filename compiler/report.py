@@ -7,7 +7,7 @@ dictionary for pipelines.  Next file: ``cli.py``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,12 @@ class Predictions:
 
 
 class Warnings:
-    """Collects what a build would only warn about; under ``--strict`` the first one ends it."""
+    """Collects what a build would only warn about, and tells ``say`` at once; under ``--strict``
+    the first one ends it."""
 
-    def __init__(self, strict: bool) -> None:
+    def __init__(self, strict: bool, say: Callable[[str], None]) -> None:
         self._strict = strict
+        self._say = say
         self._lines: list[str] = []
 
     def add(self, text: str) -> None:
@@ -53,6 +55,7 @@ class Warnings:
         if self._strict:
             raise UnsupportedError(text, where="--strict", next_step="leave out --strict to accept")
         self._lines.append(text)
+        self._say(f"warning: {text}")
 
     def lines(self) -> tuple[str, ...]:
         return tuple(self._lines)
@@ -141,16 +144,18 @@ class CompileResult:
 
     def _numerics(self) -> str:
         report = self.verified.report or {}
+        cached = ", from the cache" if self.verified.cached else ""
         if self.verified.not_run:
             return f"not run ({self.verified.not_run})"
         if "kl" not in report:
             worst = max((o["relative_error"] for o in report.get("outputs", ())), default=0.0)
-            return f"{report.get('status')}: largest relative error {worst:g}"
+            return f"{report.get('status')}: largest relative error {worst:g}{cached}"
         decisive = report["decisive_positions"]
         top1 = f"top-1 {report['top1']:.1%} of {decisive} decisive positions"
         return (
             f"{report['status']}: {top1 if decisive else 'no decisive position'}, "
             f"KL {report['kl']:g} nats, relative logit error {report['logit_error']:g}"
+            f"{cached}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -176,6 +181,7 @@ class CompileResult:
             },
             "predicted": self.predicted.as_dict(),
             "numerics": self.verified.report or {"status": "not run"},
+            "numerics_cached": self.verified.cached,
             "warnings": list(self.warnings),
             "timings": {name: round(s, 3) for name, s in self.timings},
         }

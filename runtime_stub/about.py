@@ -75,6 +75,8 @@ def run_info(session: Session, _values: Values, as_json: bool) -> tuple[int, dic
     }
     if not as_json:
         promise = ", batch-invariant" if numerics.get("batch_invariant") is True else ""
+        if promise and numerics.get("status", "not run") == "not run":
+            promise += " as promised, not checked"
         settings = {k: v for k, v in options.items() if k != "max_context"}  # in the context row
         if memory.block_size:
             shape = [("context", f"{memory.max_context} tokens")]

@@ -16,7 +16,7 @@ import time
 from array import array
 
 from .errors import ResourceError, UsageError
-from .generate import RUNNING, profile_from
+from .generate import RUNNING, count_of, profile_from
 from .laps import Recorder
 from .options import PROFILE, Option, integer
 from .phases import WAITING, Table
@@ -332,7 +332,7 @@ def _noted(data: dict[str, Any]) -> list[str]:
 def _print(data: dict[str, Any]) -> None:
     write = sys.stdout.write
     write(f"{data['model']} on {data['host']}, target {data['target']}, ")
-    write(f"{data['threads']} threads ({data['threads_why']})\n\n")
+    write(f"{count_of(data['threads'], 'thread')} ({data['threads_why']})\n\n")
     write(f"process start to first token  {data['process_start_to_first_token_ms']} ms\n")
     for name, ms in data["load"].items():
         write(f"  {name[:-3].ljust(26)}  {ms:.1f} ms\n")
@@ -345,7 +345,7 @@ def _print(data: dict[str, Any]) -> None:
     for step in ("decode", "prefill"):
         phases = data[f"{step}_phases"]
         count = phases["tokens"]
-        title = f"{step} step, {count} token{'s' if count > 1 else ''}"
+        title = f"{step} step, {count_of(count, 'token')}"
         _print_table(title, phases["rows"], "phase")
         write(f"{'all'.ljust(34)}         {phases['step_ns'] / 1e3:8.1f}         ")
         write(f"{phases['step_ns'] / 1e3:8.1f}  {phases['bytes'] / 1e6:7.2f}  ")

@@ -14,6 +14,7 @@ from .generate import (
     MAX_PROMPT_BYTES,
     RUNNING,
     SAMPLING,
+    count_of,
     note_cut,
     progress_of,
     push_to,
@@ -64,7 +65,8 @@ def run_chat(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
     interactive = sys.stdin.isatty()
     if interactive:
         name = session.manifest.get("model", {}).get("name")
-        sys.stderr.write(f"{name}\ncontext {scheduler.context_limit}, {threads} threads ({why})\n")
+        team = f"{count_of(threads, 'thread')} ({why})"
+        sys.stderr.write(f"{name}\ncontext {scheduler.context_limit}, {team}\n")
         sys.stderr.write(_CHAT_HELP + "\n")
     system = [{"role": "system", "content": values["system"]}] if values["system"] else []
     history = list(system)

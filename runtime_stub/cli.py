@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
-from .errors import EXIT_INTERRUPTED, EXIT_OK, UsageError, ZerolayerError
+from .errors import EXIT_OK, Interrupted, UsageError, ZerolayerError
 from .options import Option, help_text, integer, parse, word
 
 TYPE_CHECKING = False
@@ -62,7 +62,8 @@ def main(
     except ZerolayerError as e:
         return _fail(e, as_json)
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        # whoever pressed the keys knows; whoever reads the object has to be told
+        return _fail(Interrupted("interrupted"), True) if as_json else Interrupted.exit_code
     except BrokenPipeError:
         _drop(1)
         return EXIT_OK
@@ -76,6 +77,9 @@ def main(
         return _fail(ResourceError(f"the system refused: {e}"), as_json)
     except Exception as e:
         return _fail(_unexpected(e), as_json)
+    finally:
+        if argv is not None:  # the process goes on
+            _hear_interrupts()
 
 
 def _unexpected(error: Exception) -> ZerolayerError:
@@ -136,9 +140,21 @@ def _fail(error: ZerolayerError, as_json: bool) -> int:
 
 
 def _print_json(data: dict[str, Any]) -> None:
+    """The one object: an interrupt that comes now or later is too late to be another."""
     import json
+    import signal
 
+    with suppress(ValueError):  # a thread that is not the main one
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout.write(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _hear_interrupts() -> None:
+    """Undoes what :func:`_print_json` did about interrupts."""
+    signal = sys.modules.get("signal")
+    if signal is not None and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        with suppress(ValueError):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def applicable(path: Optional[str]) -> list[str]:
@@ -275,9 +291,7 @@ def _trace_error(profile: Profile) -> Optional[ZerolayerError]:
     except ZerolayerError as e:
         return e
     except KeyboardInterrupt:
-        error = ZerolayerError("no trace was written: interrupted", where=profile.path)
-        error.exit_code, error.kind = EXIT_INTERRUPTED, "interrupted"
-        return error
+        return Interrupted("no trace was written: interrupted", where=profile.path)
     return None
 
 

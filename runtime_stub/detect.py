@@ -194,6 +194,11 @@ class HostFacts:
         allowed = min(self.cores_affinity, len(self.cpus_affinity), MAX_THREADS)
         return max(1, min(allowed, max(1, quota)))
 
+    def usable_cpus(self) -> int:
+        """CPUs that this process may use at once: affinity, quota (rounded up)."""
+        cpus = len(self.cpus_affinity)
+        return cpus if self.cpu_quota is None else max(1, min(cpus, -int(-self.cpu_quota // 1)))
+
 
 def host_facts(
     mask: Iterable[str] = (),

@@ -97,6 +97,13 @@ class NumericsError(ZerolayerError):
     kind = "numerics"
 
 
+class Interrupted(ZerolayerError):
+    """The user ended the command (130)."""
+
+    exit_code = EXIT_INTERRUPTED
+    kind = "interrupted"
+
+
 class ResourceError(ZerolayerError):
     """Not enough memory, disk, blocks or threads (8)."""
 

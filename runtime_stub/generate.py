@@ -38,8 +38,8 @@ SAMPLING = [
     Option(("--min-p",), "drop tokens less likely than this times the likeliest", number(0, 1),
            metavar="P"),
     Option(("--repetition-penalty",), "above 1: repeat less", number(0.01, 100), metavar="X"),
-    Option(("--seed",), "same seed, same text (default: random)", integer(0, (1 << 64) - 1),
-           metavar="N"),
+    Option(("--seed",), "same seed, same text (default: random); prompt i of a file, from 0: N + i",
+           integer(0, (1 << 64) - 1), metavar="N"),
 ]  # fmt: skip
 RUNNING = [
     THREADS,
@@ -71,6 +71,7 @@ class Prompt:
         self.ids = ids
         self.text = text
         self.where = where
+        self.seed = 0
         self.stream: Optional[TextStream] = None
         self.sequence: Optional[Sequence] = None
 
@@ -85,11 +86,23 @@ def sampling_from(session: Session, values: Values) -> SamplingParams:
         if isinstance(value, (int, float)):
             chosen[name] = int(value) if name == "top_k" else float(value)
     seed = values["seed"]
+    if chosen.get("temperature", 0.0) <= 0:
+        _note_unused(values)
     if seed is None and chosen.get("temperature", 0.0) > 0:
         import os
 
         seed = int.from_bytes(os.urandom(4), "little")
     return SamplingParams(seed=seed or 0, **chosen)
+
+
+def _note_unused(values: Values) -> None:
+    """One line on stderr for options that only matter where tokens are drawn."""
+    names = ("top_k", "top_p", "min_p", "seed")
+    unused = [f"--{n.replace('_', '-')}" for n in names if values[n] is not None]
+    if unused:
+        what = f"{', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect"
+        why = "without --temperature" if values["temperature"] is None else "at --temperature 0"
+        sys.stderr.write(f"note: {what}: {why} the likeliest token is taken\n")
 
 
 def stops_from(session: Session, stops: list[str], ids_only: bool) -> tuple[list[str], list[int]]:
@@ -157,6 +170,19 @@ def _from_ids(session: Session, ids: list[int], where: str) -> Prompt:
     return Prompt(ids, None, where)
 
 
+def _check_keys(item: object, where: str) -> None:
+    """Nothing in a line of a prompts file is passed over."""
+    if not isinstance(item, dict):
+        return
+    unknown = [key for key in item if key not in ("prompt", "tokens")]
+    if unknown:
+        raise InputFileError(
+            f"unknown key {unknown[0]!r}", where=where, next_step="known: prompt, tokens"
+        )
+    if len(item) > 1:
+        raise InputFileError("both prompt and tokens", where=where, next_step="give one of them")
+
+
 def _from_file(session: Session, path: str, values: Values) -> list[Prompt]:
     text = _read(path, "the prompts file")
     prompts: list[Prompt] = []
@@ -176,6 +202,7 @@ def _from_file(session: Session, path: str, values: Values) -> list[Prompt]:
             item = json.loads(line)
         except (ValueError, RecursionError) as e:
             raise InputFileError(f"not JSON: {e}", where=where) from None
+        _check_keys(item, where)
         if isinstance(item, dict) and isinstance(item.get("tokens"), list):
             prompts.append(_from_ids(session, item["tokens"], where))
             continue
@@ -240,7 +267,9 @@ def _submit(
     texts, stop_ids = stops_from(session, values["stop"], ids_only)
     eos = () if values["ignore_eos"] else session.eos_ids
     count = values["max_new_tokens"] or DEFAULT_NEW_TOKENS
-    for prompt in prompts:
+    for number_, prompt in enumerate(prompts):
+        params = _seeded(sampling, number_)
+        prompt.seed = params.seed
         on_token: Any = None
         if prompt.text is not None:
             from .stream import TextStream
@@ -255,7 +284,7 @@ def _submit(
         try:
             prompt.sequence = scheduler.add(
                 prompt.ids,
-                sampling=sampling,
+                sampling=params,
                 max_new_tokens=count,
                 stop_ids=(*eos, *stop_ids),
                 on_token=on_token,
@@ -265,6 +294,13 @@ def _submit(
             least = plan.blocks_for(len(prompt.ids) + 1) * plan.block_bytes
             step = f"shorten the prompt or use --kv-memory {least} or more"
             raise ResourceError(e.what, where=prompt.where, next_step=step) from None
+
+
+def _seeded(sampling: SamplingParams, number_: int) -> SamplingParams:
+    """The sampling of a prompt: equal prompts of a file draw different texts."""
+    settings = sampling.as_dict()
+    settings["seed"] = (sampling.seed + number_) % (1 << 64)
+    return SamplingParams(**settings)  # type: ignore[arg-type]
 
 
 def push_to(stream: TextStream) -> Callable[[Sequence, int], bool]:
@@ -321,6 +357,7 @@ def _result(prompt: Prompt) -> dict[str, Any]:
         "text": prompt.stream.finish() if prompt.stream is not None else None,
         "finish_reason": sequence.finish_reason,
         "stopped_by": sequence.stopped_by,
+        "seed": prompt.seed,
         "usage": _usage(len(prompt.ids), len(output)),
     }
 
@@ -403,6 +440,11 @@ def run_generate(session: Session, values: Values, as_json: bool) -> dict[str, A
     if values["prompts_file"] is not None:
         return {"results": results, "usage": _usage(*totals), **common}
     return {**results[0], **common}
+
+
+def count_of(number_: int, what: str) -> str:
+    """``1 thread``, ``2 threads``."""
+    return f"{number_} {what}{'' if number_ == 1 else 's'}"
 
 
 def note_cut(cut: int, answers: int, context: int) -> None:

@@ -16,6 +16,9 @@ from .errors import InputFileError
 DTYPES = {"f32": "<f4", "f16": "<f2", "f64": "<f8", "i8": "|i1", "u8": "|u1", "i32": "<i4",
           "i64": "<i8", "bool": "|b1"}  # fmt: skip
 DTYPE_BYTES = {"f32": 4, "f16": 2, "f64": 8, "i8": 1, "u8": 1, "i32": 4, "i64": 8, "bool": 1}
+#: and those of the module struct
+_CODES = {"f32": "f", "f16": "e", "f64": "d", "i8": "b", "u8": "B", "i32": "i", "i64": "q",
+          "bool": "?"}  # fmt: skip
 MAX_BYTES = 1 << 40
 _MAGIC = b"\x93NUMPY"
 _HEADER = re.compile(
@@ -68,6 +71,13 @@ def read_npy(path: str) -> tuple[str, tuple[int, ...], bytearray]:
     if len(data) != nbytes:
         raise InputFileError("ends inside its data", where=path)
     return dtype, shape, data
+
+
+def first_values(dtype: str, data: bytes | bytearray, most: int) -> list[float | str]:
+    """The first ``most`` values of an array; what JSON has no number for (nan, inf) as text."""
+    count = min(most, len(data) // DTYPE_BYTES[dtype])
+    values = struct.unpack_from(f"<{count}{_CODES[dtype]}", data)
+    return [v if v - v == 0 else str(v) for v in values]
 
 
 def write_npy(path: str, dtype: str, shape: tuple[int, ...], data: bytes | bytearray) -> None:

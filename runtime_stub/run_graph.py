@@ -1,7 +1,7 @@
 """The command ``run``: a graph without KV cache, arrays in, arrays out.
 
-In: ``--input NAME=FILE.npy`` for each input.  Out: ``NAME.npy`` files in ``--output-dir``, or a
-summary of each output.  Next file: ``npy.py``.
+In: ``--input NAME=FILE.npy`` for each input.  Out: type, shape and first values of each output,
+with ``--output-dir`` also ``NAME.npy`` files there.  Next file: ``npy.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import time
 
 from .errors import IntegrityError, ResourceError, UsageError
-from .npy import DTYPE_BYTES, DTYPES, read_npy, write_npy
+from .npy import DTYPE_BYTES, DTYPES, first_values, read_npy, write_npy
 from .options import PROFILE, THREADS, Option, word
 
 TYPE_CHECKING = False
@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 OPTIONS = [
     Option(("--input",), "an input array (repeat for each input)", word, metavar="NAME=FILE.npy",
            many=True),
-    Option(("--output-dir",), "where to write NAME.npy for each output", word, metavar="DIR"),
+    Option(("--output-dir",), "where to write NAME.npy for each output; made if missing", word,
+           metavar="DIR"),
     THREADS,
     PROFILE,
 ]  # fmt: skip
 
+#: values of an output that are shown
+_SHOWN = 8
 #: operators that pick rows -> which of their inputs are (table, indices)
 _PICKS = {"Embed": (1, 0), "SplitEmbed": (1, 0), "Gather": (0, 1)}
 
@@ -177,8 +180,8 @@ def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]
     for name in (*entry["inputs"], *entry["outputs"]):
         if buffers.get(name, {}).get("dtype") not in DTYPES:
             raise IntegrityError(f"the manifest does not describe {name}", where=session.path)
-    if values["output_dir"] is not None and not os.path.isdir(values["output_dir"]):
-        raise UsageError("--output-dir is not a folder", where=values["output_dir"])
+    if values["output_dir"] is not None:
+        _make_folder(values["output_dir"])
     profile = _profile(session, values, entry)
     try:
         inputs, outputs, dims, shapes = _arrays(session, entry, buffers, values["input"])
@@ -198,15 +201,17 @@ def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]
     described = []
     for name, data in zip(entry["outputs"], outputs):  # noqa: B905 (Python 3.9)
         dtype, shape = buffers[name]["dtype"], shapes[name]
-        item: dict[str, Any] = {"name": name, "dtype": dtype, "shape": list(shape)}
+        first = first_values(dtype, data, _SHOWN)
+        item: dict[str, Any] = {"name": name, "dtype": dtype, "shape": list(shape), "first": first}
         if values["output_dir"] is not None:
             item["file"] = os.path.join(values["output_dir"], _file_name(name))
             write_npy(item["file"], dtype, shape, data)
         described.append(item)
         if not as_json:
-            sys.stdout.write(
-                f"{name}  {dtype}{list(shape)}  {item.get('file', '')}".rstrip() + "\n"
-            )
+            shown = ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in first)
+            more = ", ..." if len(data) > len(first) * DTYPE_BYTES[dtype] else ""
+            row = (name, f"{dtype}{list(shape)}", item.get("file", ""), shown + more)
+            sys.stdout.write("  ".join(cell for cell in row if cell) + "\n")
     return {
         "outputs": described,
         "run_ms": round(seconds * 1e3, 3),
@@ -214,6 +219,15 @@ def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]
         "profile": values["profile"],
         "timings": session.timings.as_dict(),
     }
+
+
+def _make_folder(folder: str) -> None:
+    """The folder of ``--output-dir``, before the work."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except (OSError, ValueError) as e:
+        why = getattr(e, "strerror", None) or e
+        raise UsageError(f"--output-dir is not a folder: {why}", where=folder) from None
 
 
 def _file_name(name: str) -> str:

@@ -8,9 +8,10 @@ and scheduler).  Next file: ``cli.py``.  The order is fixed: structure of the fi
 from __future__ import annotations
 
 import os
+import sys
 import time
 
-from .errors import IntegrityError, ResourceError, UnsupportedError, UsageError
+from .errors import IntegrityError, ResourceError, UsageError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ class Session:
         return int(self.manifest.get("model", {}).get("vocab_size", 0))
 
     def entry_point(self, name: str) -> dict[str, Any]:
-        """The manifest's entry point; UnsupportedError when the artifact has another kind."""
+        """The manifest's entry point; UsageError when the artifact has another kind."""
         entries = self.manifest.get("entry_points") or []
         if isinstance(entries, dict):
             entries = [dict(value, name=key) for key, value in entries.items()]
@@ -234,7 +235,7 @@ class Session:
             if entry.get("name") == name:
                 return dict(entry)
         graph = any(entry.get("name") == "run" for entry in entries)
-        raise UnsupportedError(
+        raise UsageError(
             "this artifact is a graph, not a language model"
             if graph
             else "this artifact is a language model, not a graph",
@@ -249,7 +250,7 @@ class Session:
         return calls
 
     def limits(self) -> Limits:
-        """The limits of one step; UnsupportedError for a model that is not a language model."""
+        """The limits of one step; UsageError for a model that is not a language model."""
         from .step import Limits
 
         self.entry_point("step")
@@ -336,6 +337,13 @@ class Session:
             cpus=self.facts.cpus_affinity[:threads] if pin else (),
         )
         self.timings.mark("create")
+        cpus = self.facts.usable_cpus()
+        if threads > cpus:
+            which = f"{cpus} CPU{'s' if cpus > 1 else ''}"
+            sys.stderr.write(
+                f"note: {threads} threads are more than the {which} that this process may use: "
+                "they wait for each other\n"
+            )
         return self.engine
 
     def scheduler(

@@ -1,7 +1,8 @@
 """The command ``verify``: every hash of the file, then the golden prompts through the kernels.
 
 In: a :class:`Session`.  Out: what was checked; IntegrityError (6) names the first damaged part,
-NumericsError (7) the first golden prompt whose tokens differ.  Next file: ``scheduler.py``.
+NumericsError (7) the first golden prompt whose tokens differ.  An artifact without golden prompts
+says why there are none.  Next file: ``scheduler.py``.
 
 ``golden.json``: ``{"cases": [{"prompt": text or null, "prompt_ids": [..], "expect_ids": [..]}]}``,
 the greedy tokens that this artifact's own kernels gave on the build host.
@@ -41,14 +42,18 @@ def run_verify(session: Session, values: Values, as_json: bool) -> dict[str, Any
         "bytes": session.artifact.size,
         "hash_seconds": round(seconds, 3),
         "golden": "not run",
+        "golden_why": "",
     }
     if not as_json:
         rate = session.artifact.size / 1e9 / max(seconds, 1e-9)
         sys.stdout.write(f"hashes ok: {session.artifact.size} bytes ({rate:.2f} GB/s)\n")
+    if values["hashes_only"]:
+        data["golden_why"] = "--hashes-only"
+        return data
     member = session.manifest.get("golden")
-    if values["hashes_only"] or not member:
-        if not as_json and not member:
-            sys.stdout.write("no golden prompts in this artifact\n")
+    if not member:
+        data["golden_why"] = _without(session)
+        sys.stderr.write(f"note: no golden prompts in this artifact: {data['golden_why']}\n")
         return data
     session.require_host()
     data["golden"] = run_golden(session, str(member), values["threads"])
@@ -58,6 +63,15 @@ def run_verify(session: Session, values: Values, as_json: bool) -> dict[str, Any
             f"golden prompts ok: {golden['cases']} prompts, {golden['tokens']} tokens equal\n"
         )
     return data
+
+
+def _without(session: Session) -> str:
+    """Why the artifact has no golden prompts."""
+    entries = session.manifest.get("entry_points") or ()
+    if not any(e.get("name") == "step" for e in entries):
+        return "they are a language model's"
+    numerics = session.manifest.get("numerics") or {}
+    return str(numerics.get("reason") or "the build did not say why")
 
 
 class _Progress:

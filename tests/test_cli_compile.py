@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -15,7 +16,9 @@ from typing import Any
 
 import pytest
 from cli_run import zerolayer
+from rich.console import Console
 from tiny_models import make_model
+from zerolayer.compiler.progress import RichProgress
 from zerolayer.runtime_stub import detect, errors
 from zerolayer.runtime_stub.container import open_artifact
 from zerolayer.runtime_stub.layout import ARTIFACT_LINE, SHEBANG
@@ -233,9 +236,62 @@ def test_inspect(tiny_artifact: Path) -> None:
     zerolayer("inspect", tiny_artifact, "--kernels", "--memory").one_error(2, "--kernels, --memory")
 
 
+def test_a_gate_that_is_left_out_is_not_counted(tiny_llama: Path, tmp_path: Path) -> None:
+    target = ("--target", "x86-64-v3", "-o", tmp_path / "a.zla")
+    done = zerolayer("compile", tiny_llama, *target, "--no-verify")
+    (line,) = [line for line in done.err.splitlines() if line.startswith("numerics  ")]
+    assert line.endswith(" s  not run")
+
+
+def test_max_context_is_rounded_aloud_and_checked_early(tiny_llama: Path, tmp_path: Path) -> None:
+    command = ("compile", tiny_llama, "--target", "x86-64-v3", "--no-verify", "--json")
+    place = ("-o", tmp_path / "a.zla", "--max-context")
+    said = "max_context = 64 (40 rounded up to whole KV blocks of 32)"
+    found = zerolayer(*command, *place, 40).json()["decisions"]
+    assert [line.startswith(said) for line in found if "max_context" in line] == [False, True]
+    exact = zerolayer(*command, *place, 64).json()["decisions"]
+    assert not any("rounded" in line for line in exact)
+    refused = zerolayer(*command, *place, 10**6)
+    refused.one_error(2, "--max-context 1000000 is more than the model's")
+    assert "passes" not in refused.err
+
+
+def test_a_verdict_from_the_cache_says_so(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    command = ("compile", tiny_llama, "--target", "x86-64-v3", "-o", tmp_path / "a.zla")
+    first, again = zerolayer(*command, "--json"), zerolayer(*command, "--json")
+    assert (first.json()["numerics_cached"], again.json()["numerics_cached"]) == (False, True)
+    assert first.json()["sha256"] == again.json()["sha256"]
+    shown = zerolayer(*command)
+    assert ", from the cache" in shown.out
+    (line,) = [line for line in shown.err.splitlines() if line.startswith("numerics  ")]
+    assert line.endswith("  from the cache")
+
+
+def test_the_live_display_has_a_note_where_nothing_is_counted() -> None:
+    out = io.StringIO()
+    bars = RichProgress(Console(file=out, force_terminal=True, width=100))
+    with bars as progress, progress.stage("numerics") as stage:
+        stage.note("not run")
+    assert "not run" in out.getvalue() and "1/1" not in out.getvalue()
+
+
+def test_a_promise_that_no_gate_checked_says_so(tiny_artifact: Path) -> None:
+    shown = zerolayer("inspect", tiny_artifact).out
+    assert "yes (promised, not checked: the numerics gate did not run)" in shown
+    info = subprocess.run(
+        [sys.executable, "-I", tiny_artifact, "info"], capture_output=True, text=True, check=True
+    )
+    assert "not run, batch-invariant as promised, not checked" in info.stdout
+
+
 def test_verify(tiny_artifact: Path, tmp_path: Path) -> None:
     assert "ok" in zerolayer("verify", tiny_artifact).out
-    assert zerolayer("verify", tiny_artifact, "--json").json()["status"] == "ok"
+    found = zerolayer("verify", tiny_artifact, "--json").json()
+    assert (found["status"], found["golden"]) == ("ok", "not run")
+    assert "FILE verify runs them" in found["golden_why"]
     raw = bytearray(tiny_artifact.read_bytes())
     raw[70_000] ^= 1  # in the weights
     damaged = tmp_path / "damaged.zla"
@@ -299,7 +355,7 @@ def test_interrupted(stage: str, tiny_llama: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         said, notes = process.communicate(timeout=60)
     assert process.returncode == errors.EXIT_INTERRUPTED, notes
-    assert said == ""
+    assert said.count("\n") == 1 and json.loads(said)["error"] == "interrupted"
     assert notes.splitlines()[-1] == "interrupted"
     assert "Traceback" not in notes
     assert [p.name for p in tmp_path.iterdir() if p.name != "cache"] == []
@@ -314,6 +370,8 @@ def test_weights_that_cannot_be_quantized_are_named(tmp_path: Path) -> None:
     options = ("--target", "x86-64-v3", "--no-verify", "--quantize", "int4")
     done = zerolayer("compile", folder, *options, "-o", tmp_path / "a.zla", "--json")
     (warning, _not_verified) = done.json()["warnings"]
+    said = [line for line in done.err.splitlines() if line.startswith("warning: ")]
+    assert said == [f"warning: {text}" for text in done.json()["warnings"]]
     assert "embed.weight and 6 more weights keep their format: rows of 72" in warning
     options = ("--target", "x86-64-v3", "--strict", "--quantize", "int4")
     done = zerolayer("compile", folder, *options, "-o", tmp_path / "b.zla")

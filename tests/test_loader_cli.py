@@ -168,6 +168,38 @@ def test_interrupt_while_generating(artifact: Path) -> None:
     assert b"Traceback" not in err
 
 
+@pytest.mark.parametrize("command", [["generate", "-", "--raw"], ["chat"]])
+def test_interrupt_with_json_is_one_object(artifact: Path, command: list[str]) -> None:
+    line = [sys.executable, "-I", "-S", str(artifact), *command, "--json"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        settle(process.pid)  # it waits for the prompt
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and b"Traceback" not in err
+    assert out.count(b"\n") == 1
+    data = json.loads(out)
+    assert (data["error"], data["exit_code"]) == ("interrupted", 130)
+
+
+def test_an_interrupt_after_the_result_does_not_add_to_it(
+    ids_only: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = sys.stdout.write
+
+    def late(text: str) -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        return write(text)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(sys.stdout, "write", late)
+    code = main(["info", "--json"], str(ids_only))
+    monkeypatch.undo()
+    out = capsys.readouterr().out
+    assert code == 0 and out.count("\n") == 1 and json.loads(out)["model"]["name"] == "fake"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_closed_output_is_no_error(ids_only: Path) -> None:
     command = f"{sys.executable} -I -S {ids_only} check >&- 2>&-"
     assert subprocess.run(["/bin/sh", "-c", command], check=False, timeout=60).returncode == 0
@@ -233,6 +265,37 @@ def test_sampling_and_seed(artifact: Path, capsys: Any) -> None:
     assert run.json["text"] is None
     drawn = Run(capsys, artifact, *args).json
     assert drawn["tokens"] == expected([9], 5, seed=int(drawn["sampling"]["seed"]))
+
+
+def test_each_prompt_of_a_file_has_its_own_seed(
+    artifact: Path, tmp_path: Path, capsys: Any
+) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"tokens": [9]}\n' * 3)
+    args = ("generate", "--prompts-file", str(file), "-n", "5", "--ignore-eos", "--json",
+            "--temperature", "0.7", "--seed")  # fmt: skip
+    results = Run(capsys, artifact, *args, "11").json["results"]
+    assert [r["seed"] for r in results] == [11, 12, 13]
+    assert [r["tokens"] for r in results] == [expected([9], 5, seed=s) for s in (11, 12, 13)]
+    last = Run(capsys, artifact, *args, str((1 << 64) - 1)).json["results"]
+    assert [r["seed"] for r in last] == [(1 << 64) - 1, 0, 1]
+
+
+def test_sampling_options_without_a_temperature_get_a_note(
+    ids_only: Path, tmp_path: Path, capsys: Any
+) -> None:
+    args = ("generate", "--tokens", "9", "-n", "2")
+    run = Run(capsys, ids_only, *args, "--top-k", "3", "--seed", "0")
+    assert run.code == 0 and run.err == (
+        "note: --top-k, --seed have no effect: without --temperature the likeliest token is taken\n"
+    )
+    zero = Run(capsys, ids_only, *args, "--top-p", "0.5", "--temperature", "0").err
+    assert "--top-p has no effect: at --temperature 0 " in zero
+    assert Run(capsys, ids_only, *args, "--repetition-penalty", "1.5").err == ""
+    assert Run(capsys, ids_only, *args, "--seed", "1", "--temperature", "1").err == ""
+    warm = {**loader_fake.manifest()["tokenizer"], "generation": {"temperature": 0.5}}
+    model = loader_fake.build(tmp_path / "w.zla", vendor=False, tokenizer=warm)
+    assert Run(capsys, model, *args, "--seed", "1").err == ""
 
 
 def test_stop_string_and_stop_token(artifact: Path, capsys: Any) -> None:
@@ -310,6 +373,38 @@ def test_mistakes_are_one_line_and_a_code(
         assert run.err.count("\n") == 1 and run.err.startswith("error: ")
 
 
+@pytest.mark.parametrize(("quota", "cpus"), [(None, 3), (1.5, 2), (0.4, 1)])
+def test_more_threads_than_cpus_get_a_note(
+    ids_only: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, quota: float | None, cpus: int
+) -> None:
+    facts = {"cpus_affinity": (0, 1, 2), "cpu_quota": quota}
+    monkeypatch.setattr(
+        "zerolayer.runtime_stub.detect.host_facts", lambda mask: host_facts(mask, facts)
+    )
+    args = ("generate", "--tokens", "1", "-n", "2", "--threads")
+    assert Run(capsys, ids_only, *args, str(cpus)).err == ""
+    run = Run(capsys, ids_only, *args, str(cpus + 1))
+    assert run.code == 0 and run.err.count("\n") == 1
+    assert f"note: {cpus + 1} threads are more than the {cpus} CPU" in run.err
+
+
+@pytest.mark.parametrize(
+    ("commands", "kind", "says"),
+    [
+        (["generate", "bench", "chat"], "run", "is a graph, not a language model"),
+        (["run"], "step", "is a language model, not a graph"),
+    ],
+)
+def test_a_command_for_another_kind_of_artifact_is_wrong_usage(
+    tmp_path: Path, capsys: Any, commands: list[str], kind: str, says: str
+) -> None:
+    entries = [e for e in loader_fake.manifest()["entry_points"] if e["name"] == kind]
+    path = loader_fake.build(tmp_path / "a.zla", vendor=False, entry_points=entries)
+    for command in commands:
+        run = Run(capsys, path, command)
+        assert run.code == 2 and says in run.err, (command, run.err)
+
+
 def test_errors_as_json(artifact: Path, capsys: Any) -> None:
     run = Run(capsys, artifact, "generate", "", "--json")
     assert run.json["error"] == "usage" and run.json["exit_code"] == run.code == 2
@@ -335,6 +430,23 @@ def test_bad_prompt_lines(artifact: Path, tmp_path: Path, capsys: Any, line: str
     file.write_text('"ok"\n' + line)
     run = Run(capsys, artifact, "generate", "--prompts-file", str(file))
     assert run.code in (2, 3) and f"{file}:2" in run.err
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"prompt": "a", "seed": 3}', "unknown key 'seed'; known: prompt, tokens"),
+        ('{"tokens": [1], "max_tokens": 3}', "unknown key 'max_tokens'; known: prompt, tokens"),
+        ('{"tokens": [1], "prompt": "a"}', "both prompt and tokens"),
+    ],
+)
+def test_no_key_of_a_prompts_file_is_passed_over(
+    ids_only: Path, tmp_path: Path, capsys: Any, line: str, says: str
+) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"tokens": [1]}\n' + line)
+    run = Run(capsys, ids_only, "generate", "--prompts-file", str(file))
+    assert run.code == 3 and f"error: {file}:2: {says}" in run.err
 
 
 def test_a_long_prompt_of_a_file_is_named(artifact: Path, tmp_path: Path, capsys: Any) -> None:
@@ -465,8 +577,36 @@ def test_verify_finds_damage_and_wrong_numbers(artifact: Path, tmp_path: Path, c
     run = Run(capsys, wrong, "verify")
     assert run.code == 7 and "at token 6" in run.err
     assert Run(capsys, wrong, "verify", "--hashes-only").code == 0
+    assert Run(capsys, wrong, "verify", "--hashes-only", "--json").json["golden_why"] == (
+        "--hashes-only"
+    )
     odd = loader_fake.build(tmp_path / "o.zla", vendor=False, members={"golden.json": b"[1]"})
     assert Run(capsys, odd, "verify").code == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"numerics": {"reason": "--no-verify"}}, "--no-verify"),
+        ({"numerics": {}}, "the build did not say why"),
+        ({"entry_points": loader_fake.manifest()["entry_points"][1:]},
+         "they are a language model's"),
+    ],
+)  # fmt: skip
+def test_verify_says_why_no_golden_prompt_ran(
+    tmp_path: Path, capsys: Any, changes: dict[str, Any], why: str
+) -> None:
+    path = loader_fake.build(tmp_path / "a.zla", vendor=False, golden=None, **changes)
+    run = Run(capsys, path, "verify", "--json")
+    assert (run.code, run.json["golden"], run.json["golden_why"]) == (0, "not run", why)
+    assert run.err == f"note: no golden prompts in this artifact: {why}\n"
+
+
+def test_verify_on_a_host_of_another_kind(artifact: Path, capsys: Any) -> None:
+    run = Run(capsys, artifact, "verify", mask=["avx2"])
+    assert run.code == 5 and "avx2" in run.err and "hashes ok" in run.out
+    assert Run(capsys, artifact, "verify", "--json", mask=["avx2"]).json["exit_code"] == 5
+    assert Run(capsys, artifact, "verify", "--hashes-only", mask=["avx2"]).code == 0
 
 
 def test_manifest_and_code_must_agree(tmp_path: Path, capsys: Any) -> None:
@@ -589,6 +729,11 @@ def test_bench_prefills_every_sequence(
     run = Run(capsys, artifact, "bench", "-p", "20", "-n", "3", "--batch", "2", "--json")
     assert run.code == 0, run.err
     assert {block for block, _ in written} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(("threads", "said"), [("1", ", 1 thread (as"), ("2", ", 2 threads (as")])
+def test_bench_counts_threads(artifact: Path, capsys: Any, threads: str, said: str) -> None:
+    assert said in Run(capsys, artifact, "bench", "-n", "2", "--threads", threads).out
 
 
 def test_bench_reports_every_part(artifact: Path, capsys: Any) -> None:
@@ -716,6 +861,25 @@ def test_run_reads_and_writes_arrays(artifact: Path, tmp_path: Path, capsys: Any
     assert "must be f32" in Run(capsys, artifact, *args, f"x={tmp_path}/int.npy").err
 
 
+def test_run_shows_first_values_and_makes_the_folder(
+    artifact: Path, tmp_path: Path, capsys: Any
+) -> None:
+    import numpy as np
+
+    np.save(tmp_path / "x.npy", np.array([0.25, -1, np.nan, *range(7)], dtype=np.float32))
+    given = ("run", "--input", f"x={tmp_path}/x.npy")
+    assert Run(capsys, artifact, *given).out == "y  f32[10]  0.5, -2, nan, 0, 2, 4, 6, 8, ...\n"
+    first = Run(capsys, artifact, *given, "--json").json["outputs"][0]["first"]
+    assert first == [0.5, -2, "nan", 0, 2, 4, 6, 8]
+    new = tmp_path / "a" / "b"
+    assert str(new / "y.npy") in Run(capsys, artifact, *given, "--output-dir", str(new)).out
+    assert np.load(new / "y.npy").shape == (10,)
+    np.save(tmp_path / "x.npy", np.zeros(0, dtype=np.float32))
+    for bad in (str(tmp_path / "x.npy"), "", "/proc/none"):
+        refused = Run(capsys, artifact, *given, "--output-dir", bad)
+        assert refused.code == 2 and "--output-dir is not a folder" in refused.err
+
+
 # .npy and options -------------------------------------------------------------------------------
 
 
@@ -727,6 +891,7 @@ def test_npy_is_numpys(tmp_path: Path) -> None:
             values = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
             np.save(tmp_path / "a.npy", values)
             kind, have, data = npy.read_npy(str(tmp_path / "a.npy"))
+            assert npy.first_values(kind, data, 4) == values.reshape(-1)[:4].tolist()
             assert (npy.DTYPES[kind], have, bytes(data)) == (dtype, shape, values.tobytes())
             npy.write_npy(str(tmp_path / "b.npy"), kind, have, data)
             again = np.load(tmp_path / "b.npy")

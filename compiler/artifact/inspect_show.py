@@ -58,6 +58,10 @@ def _summary(data: Mapping[str, Any]) -> dict[str, str]:
     sizes = {"weights": data["weights_bytes"], **members}
     formats = data.get("stored_formats") or {}
     parameters, promise = data.get("parameters"), numerics.get("batch_invariant")
+    unchecked = " (promised, not checked: the numerics gate did not run)"
+    said = "yes" if promise is True else "no"
+    if promise is True and numerics.get("status", "not run") == "not run":
+        said += unchecked
     count = f"{parameters:,}" if isinstance(parameters, int) else _plain(parameters)
     rows = {
         "model": f"{_plain(data.get('model'))} ({_plain(data.get('architecture'))}, "
@@ -72,7 +76,7 @@ def _summary(data: Mapping[str, Any]) -> dict[str, str]:
         "tensors": ", ".join(f"{n} {_plain(name)}" for name, n in formats.items()) or "none",
         **_projection(data.get("screening_bytes")),
         "numerics": _plain(numerics.get("status", "not run")),
-        **({"batch-invariant": "yes" if promise is True else "no"} if promise is not None else {}),
+        **({"batch-invariant": said} if promise is not None else {}),
         "options": _items(_options(data)),
         "built with": _items(data.get("tools")),
     }

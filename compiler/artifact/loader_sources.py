@@ -16,17 +16,20 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import io
+import json
 import re
 import tokenize
 import zlib
 from importlib import resources
 from pathlib import Path
 
-from zerolayer.runtime_stub.errors import InputFileError, ResourceError
+from zerolayer.runtime_stub.errors import InputFileError, Interrupted, ResourceError
 
 PACKAGE = "zerolayer_stub"
 LOADER_LIMIT = 100_000  # bytes, compressed
 
+#: what ``--json`` prints when the interrupt comes before the loader can say so
+_INTERRUPTED = json.dumps(Interrupted("interrupted").as_dict())
 _MAIN = f"""\
 import gc
 import sys
@@ -82,6 +85,8 @@ try:
 
         sys.exit(main())
 except KeyboardInterrupt:
+    if "--json" in sys.argv:
+        print({_INTERRUPTED!r}, flush=True)
     sys.exit(130)
 """
 

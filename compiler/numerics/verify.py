@@ -68,19 +68,21 @@ class GateInputs:
         )
         return gate_prompts(self.model.config, self.model.tokenizer, context - GOLDEN_TOKENS)
 
-    def units(self) -> int:
-        """Steps of progress."""
-        return max(1, 2 * len(self.prompts()))
+    def units(self) -> int | None:
+        """Steps of progress; None where there are none to count: no prompts, or it does not run."""
+        return None if self.skip else 2 * len(self.prompts()) or None
 
 
 @dataclass(frozen=True)
 class Verified:
     """``report`` goes into the manifest; ``golden`` is ``golden.json`` or None; ``not_run`` says
-    why the gate did not run, empty when it did."""
+    why the gate did not run, empty when it did; ``cached`` whether the verdict is an earlier
+    run's."""
 
     report: dict[str, Any] | None = None
     golden: bytes | None = None
     not_run: str = ""
+    cached: bool = False
 
 
 def verify_weights(
@@ -104,10 +106,11 @@ def verify_weights(
 
     data, hit = cache.get_or_build(_key(gate, written), run)
     if hit:
-        advance(gate.units())
+        advance(gate.units() or 0)
     found = json.loads(data)
     golden = found["golden"]
-    return Verified(found["report"], golden.encode() if golden is not None else None)
+    golden_bytes = golden.encode() if golden is not None else None
+    return Verified(found["report"], golden_bytes, cached=hit)
 
 
 def cannot_run(target: Target) -> str:
