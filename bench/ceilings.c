@@ -23,7 +23,7 @@ typedef struct {
 } job;
 
 static char *memory;                             // [BYTES], touched, in huge pages
-static const size_t BYTES = (size_t)1 << 30;
+static const size_t BYTES = (size_t)1 << 30;     // beside room for what lies between streams
 static volatile int sink;
 
 static void *enter(void *argument) {
@@ -56,17 +56,17 @@ static double rate(work run, int threads) {
     return amount / (end - start) / 1e9;
 }
 
-// Bytes of a stream, and how far apart streams are: 9 pages beyond a multiple of 64 KB, as streams that
-// lie powers of two apart meet in the same sets of the caches (Zen 3: they read a tenth less).
+// Streams are multiples of 64 KB and 9 pages apart, as those that lie powers of two apart meet in the
+// same sets of the caches (Zen 3: they read a tenth less).
 #define STEP ((size_t)64 << 10)
-static size_t stream_bytes(size_t bytes, size_t parts) { return bytes / parts / STEP * STEP - 7 * 4096; }
+#define APART ((size_t)9 * 4096)
 
 // Each thread reads its own part, in as many streams side by side: some machines read several
 // faster than one (Zen 3, one thread: by a quarter to a third).
 static int streams;
 static double read_bytes(size_t bytes, int rounds, int thread, int threads) {
-    const size_t piece = stream_bytes(bytes, (size_t)threads * (size_t)streams);
-    const char *first = memory + piece * (size_t)streams * (size_t)thread;
+    const size_t piece = bytes / ((size_t)threads * (size_t)streams) / STEP * STEP, apart = piece + APART;
+    const char *first = memory + apart * (size_t)streams * (size_t)thread;
     long long total = 0;
 #ifdef __AVX512F__
     __m512i a[8];
@@ -74,7 +74,7 @@ static double read_bytes(size_t bytes, int rounds, int thread, int threads) {
     for (int r = 0; r < rounds; r++)
         for (size_t i = 0; i < piece; i += 512)
             for (int s = 0; s < streams; s++) {
-                const char *p = first + piece * (size_t)s + i;
+                const char *p = first + apart * (size_t)s + i;
 #pragma GCC unroll 8
                 for (int k = 0; k < 8; k++)
                     a[k] = _mm512_or_si512(a[k], _mm512_load_si512(p + 64 * k));
@@ -86,7 +86,7 @@ static double read_bytes(size_t bytes, int rounds, int thread, int threads) {
     for (int r = 0; r < rounds; r++)
         for (size_t i = 0; i < piece; i += 256)
             for (int s = 0; s < streams; s++) {
-                const char *p = first + piece * (size_t)s + i;
+                const char *p = first + apart * (size_t)s + i;
 #pragma GCC unroll 8
                 for (int k = 0; k < 8; k++)
                     a[k] = _mm256_or_si256(a[k], _mm256_load_si256((const __m256i *)(p + 32 * k)));
@@ -164,11 +164,15 @@ static double clock_rate(int thread, int threads) {
 
 int main(int argc, char **argv) {
     int threads = argc > 1 ? atoi(argv[1]) : 1;
-    if (threads < 1 || threads > MAX_THREADS) return 2;
-    memory = mmap(NULL, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (threads < 1 || threads > MAX_THREADS) {
+        fprintf(stderr, "ceilings: threads are 1 to %d\n", MAX_THREADS);
+        return 2;
+    }
+    const size_t all = BYTES + (size_t)MAX_THREADS * 4 * APART;
+    memory = mmap(NULL, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return 1;
-    madvise(memory, BYTES, MADV_HUGEPAGE);
-    memset(memory, 1, BYTES);
+    madvise(memory, all, MADV_HUGEPAGE);
+    memset(memory, 1, all);
     printf("{\"threads\": %d, \"clock_ghz\": %.3f", threads, rate(clock_rate, threads));
     printf(", \"read_memory\": %.2f", read_rate(read_memory, threads));
     printf(", \"read_cache\": %.2f", read_rate(read_cache, threads));

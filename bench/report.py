@@ -248,9 +248,8 @@ def over(row: Mapping[str, Any], roof: str, cache: int, step: float) -> tuple[st
     """A mark for more than 100 % of the ceiling, and what it means.
 
     Steps read the same ``step`` bytes again and again, of which the last-level cache holds
-    ``cache`` at most, counted as the same part of every kernel's.  The rest came from memory: where
-    that alone was faster than the measured read, the ceiling was too low.  Otherwise the cache may
-    explain it.
+    ``cache`` at most: taken as equally much of every kernel's.  Where the rest alone came faster than
+    the measured read, the ceiling was too low.  Otherwise the cache may explain it.
     """
     part = row["part"]
     if part is None or part <= 1:
@@ -259,7 +258,7 @@ def over(row: Mapping[str, Any], roof: str, cache: int, step: float) -> tuple[st
     fetched = max(1 - cache / max(step, 1), 0) if cached else 1.0
     above = f"Above 100 % of the {roof} measured in its round"
     if part * fetched > 1:
-        why = f" and the last-level cache ({mb(cache)}) holds too few of a step's bytes for it"
+        why = f", also without what the last-level cache ({mb(cache)}) can have kept of a step"
         why = why if cached else ""
         return " \\*", (
             f"\\* {above}{why}: the ceiling of that round was lower than the machine can do."

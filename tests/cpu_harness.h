@@ -32,9 +32,7 @@ void silu_times_all(const float *x, const float *u, float *y, int64_t n) { for (
 #if defined(ZL_ATTENTION_BF16_H) /* zl_attention.h is among the headers, and its bf16 part */
 void exp2_low_all(const float *x, float *y, int64_t n) { for (int64_t i = 0; i < n; i += 16) zl_store_n(y + i, zl_exp2_low(zl_load_n(x + i, n - i)), n - i); }
 #endif
-#if defined(ZL_ATTENTION_Q8_H)
 void exp2_rough_all(const float *x, float *y, int64_t n) { for (int64_t i = 0; i < n; i += 16) zl_store_n(y + i, zl_exp2_rough(zl_load_n(x + i, n - i)), n - i); }
-#endif
 void sincos_all(const float *x, float *s, float *c, int64_t n) { for (int64_t i = 0; i < n; i++) zl_sincos(x[i], s + i, c + i); }
 void dots(const uint8_t *u, const int8_t *s, int32_t *to) {
   v64u8 a = zl_load_bytes(u); v16i b; memcpy(&b, s, 64);

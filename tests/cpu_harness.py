@@ -49,7 +49,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
         _ZEN4,
     ),
     # one and two tokens read two streams of weights and ask for them ahead, as on zen3
-    "streams": (("-mcpu=x86_64_v3", "-O3", "-DZL_STREAMS=2", "-DZL_STREAM_BYTES=1536"), _V3),
+    "streams": (("-mcpu=x86_64_v3", "-O3", "-DZL_STREAMS=2", "-DZL_STREAM_BYTES=1024"), _V3),
     # the same, and many tokens ask for the next outputs' weights, as with VNNI
     "ubsan-v3": (
         (

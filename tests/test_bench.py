@@ -171,7 +171,7 @@ def test_a_kernel_above_its_ceiling_is_explained() -> None:
     row = {"group": "k", "count": 1, "ns": 1000, "share": 1.0, "gbs": 40.0, "gops": 1.0}
     for nbytes, part, mark, word in (
         (100e6, 0.99, "99 % |", ""),
-        (100e6, 1.5, r"150 % \*", "(30 MB) holds too few of a step's bytes for it: the"),
+        (100e6, 1.5, r"150 % \*", "(30 MB) can have kept of a step: the"),
         (100e6, 1.05, "105 % +", "may have stayed in the last-level cache (30 MB)"),  # 70 of 100
         (20e6, 1.5, "150 % +", "may have stayed"),
     ):

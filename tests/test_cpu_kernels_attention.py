@@ -423,7 +423,7 @@ def test_small_probabilities_beside_a_large_one(kernels: Kernels, context: int) 
     ],
 )
 def test_powers_of_two(name: str, level: str, least: int) -> None:
-    """The error that zl_attention_bf16.h and zl_attention_q8.h state for 2^x, x <= 0, where the
+    """The error that zl_attention_bf16.h and zl_math.h state for 2^x, x <= 0, where the
     result is normal; below ``least`` it is 0."""
     lib = kernels_for(level).lib
 

@@ -138,7 +138,7 @@ def test_the_note_is_the_record(aggressive: Built) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ahead", "streams"), [("zen3", 1536, 2), ("x86-64-v3", 0, 1), ("zen4", 0, 1)]
+    ("name", "ahead", "streams"), [("zen3", 1024, 2), ("x86-64-v3", 0, 1), ("zen4", 0, 1)]
 )
 def test_weights_of_one_token_are_read_as_the_target_says(
     name: str, ahead: int, streams: int

@@ -169,7 +169,8 @@ ZL_KERNEL int zl_takes_whole(const zl_attention_shape *a, int64_t positions) {
   return positions == ZL_CHUNK && a->head_dim % 32 == 0;
 }
 
-/* Eights of lanes whose sums QB queries keep at a time: eight chains or twelve. */
+/* Eights of lanes whose sums QB queries keep at a time: eight chains or twelve; four of one query, which has the most to
+ * read for what it computes. */
 ZL_KERNEL int zl_eights(int QB) { return QB == 4 ? 2 : 4; }
 
 /* zl_scores of a whole chunk */

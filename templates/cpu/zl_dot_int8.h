@@ -46,7 +46,8 @@ ZL_KERNEL void zl_tile_words(int format, zl_bundle *a, int64_t t0, int64_t t1, i
   a->words = space;
   a->words_from = t0;
   if (zl_has_totals(format))
-    for (int64_t i = t0 * KB; i < (ZL_AVX512 ? from : t1) * KB; i++) space[i - t0 * KB].total = a->sums[2 * i] + a->sums[2 * i + 1];
+    for (int64_t i = t0 * KB; i < (ZL_AVX512 ? from : t1) * KB; i++)
+      space[i - t0 * KB].total = a->sums[2 * i] + a->sums[2 * i + 1];
   if (!zl_zero_point(format)) return;
   const int32_t point = zl_zero_point(format);
   int64_t i = from * KB;

@@ -1,6 +1,6 @@
 /* Matrix products with float32 or bfloat16 activations: the same five operators.
  *
- * In: zl_weights.h, zl_tokens.h, zl_streams.h, zl_outputs.h.  Out: zl_dot_float, the kernels.  Next file:
+ * In: zl_quantize.h, zl_tokens.h, zl_streams.h, zl_outputs.h.  Out: zl_dot_float, the kernels.  Next file:
  * zl_linear_bf16.h (bf16 weights with bf16 activations).
  *
  * Weights of any format become float32, exactly, in registers or for many tokens in the first cache; activations are

@@ -3,7 +3,8 @@
  * In: zl_simd.h.  Out: zl_exp, zl_exp2_part, zl_exp2_rough, zl_sigmoid, zl_tanh, zl_normal_cdf, zl_activate,
  * zl_act_times, zl_sincos.  Next file: zl_weights.h.
  *
- * Errors against the exact value, over all finite floats (measured by tests/test_cpu_kernels_layers.py):
+ * Errors against the exact value, over all finite floats (measured by tests/test_cpu_kernels_layers.py; of zl_exp2_rough
+ * by test_cpu_kernels_attention.py):
  * exp <= 2 ulp, tanh <= 4 ulp, sigmoid <= 4 ulp (0 below -88.7), normal cdf <= 16 ulp in the lower tail.  No libm: the
  * same bits on every host.
  */

@@ -20,7 +20,8 @@ enum zl_probe_kind { ZL_PROBE_TOUCH, ZL_PROBE_READ, ZL_PROBE_F32, ZL_PROBE_BF16,
 typedef struct zl_probe_job {
   zl_team *team;
   enum zl_probe_kind kind;
-  char *memory; /* 64-byte aligned */
+  char *memory;  /* 64-byte aligned */
+  uint64_t room; /* its bytes, and how many of them are read */
   uint64_t bytes, rounds, streams;
   struct zl_probe_time {
     _Alignas(64) uint64_t begin, end;
@@ -30,24 +31,32 @@ typedef struct zl_probe_job {
 
 /* A thread's part of the memory, in units of 512 bytes. */
 static char *zl_probe_part(const zl_probe_job *job, int32_t thread, uint64_t *bytes) {
-  *bytes = job->bytes / (uint64_t)job->team->n_threads & ~(uint64_t)511;
+  *bytes = job->room / (uint64_t)job->team->n_threads & ~(uint64_t)511;
   return job->memory + (uint64_t)thread * *bytes;
 }
 
-/* Bytes of a stream, and how far apart streams are: where there is room, 9 pages beyond a multiple of 64 KB, as streams
- * that lie powers of two apart meet in the same sets of the caches (Zen 3: they read a tenth less). */
-static uint64_t zl_probe_stream(uint64_t bytes, uint64_t streams) {
-  const uint64_t piece = bytes / streams, step = (uint64_t)64 << 10;
-  return piece < 4 * step ? piece & ~(uint64_t)511 : piece / step * step - 7 * 4096;
+/* Bytes of a stream, and from one to the next: where there is room, 9 pages beyond a multiple of 64 KB, as streams that
+ * lie powers of two apart meet in the same sets of the caches (Zen 3: they read a tenth less). */
+static void zl_probe_streams(const zl_probe_job *job, uint64_t *piece, uint64_t *apart) {
+  const uint64_t n = (uint64_t)job->team->n_threads * job->streams, step = (uint64_t)64 << 10, skew = 9 * 4096;
+  const uint64_t each = job->bytes / n & ~(uint64_t)511, room = job->room / n;
+  *piece = *apart = each;
+  if (room < 4 * step) return;
+  const uint64_t wanted = (each + step - 1) / step, most = (room - skew) / step;
+  *apart = (wanted < most ? wanted : most) * step + skew;
+  if (*piece > *apart) *piece = *apart;
 }
 
-static double zl_probe_read(const char *p, uint64_t bytes, uint64_t rounds, uint64_t streams) {
-  const uint64_t piece = zl_probe_stream(bytes, streams);
+static double zl_probe_read(const zl_probe_job *job, int32_t thread) {
+  const uint64_t rounds = job->rounds, streams = job->streams;
+  uint64_t piece, apart;
+  zl_probe_streams(job, &piece, &apart);
+  const char *p = job->memory + (uint64_t)thread * streams * apart;
   v16i a[8] = {{0}};
   for (uint64_t r = 0; r < rounds; r++) {
     for (uint64_t i = 0; i < piece; i += 512)
       for (uint64_t s = 0; s < streams; s++)
-        for (int k = 0; k < 8; k++) a[k] |= *(const v16i *)(p + s * piece + i + 64 * k);
+        for (int k = 0; k < 8; k++) a[k] |= *(const v16i *)(p + s * apart + i + 64 * k);
     __asm__ volatile("" ::: "memory"); /* the next round reads again */
   }
   for (int k = 1; k < 8; k++) a[0] |= a[k];
@@ -140,7 +149,7 @@ static void zl_probe_thread(void *arg, int32_t thread) {
   if (job->kind == ZL_PROBE_TOUCH)
     memset(part, 1, bytes);
   else if (job->kind == ZL_PROBE_READ)
-    t->amount = zl_probe_read(part, bytes, job->rounds, job->streams);
+    t->amount = zl_probe_read(job, thread);
   else
     t->amount = zl_probe_compute(job->kind);
   t->end = zl_now();
@@ -177,7 +186,7 @@ static double zl_probe_read_rate(zl_probe_job *job) {
 }
 
 static int32_t zl_probe_run(zl_team *team, char *memory, uint64_t bytes, uint64_t cache_bytes, zl_ceilings *out) {
-  zl_probe_job job = {.team = team, .memory = memory, .bytes = bytes, .rounds = 1};
+  zl_probe_job job = {.team = team, .memory = memory, .room = bytes, .bytes = bytes, .rounds = 1};
   const size_t size = (size_t)team->n_threads * sizeof *job.times;
   job.times = (struct zl_probe_time *)aligned_alloc(64, size);
   if (!job.times) return ZL_NO_MEMORY;
