@@ -248,8 +248,8 @@ def over(row: Mapping[str, Any], roof: str, cache: int, step: float) -> tuple[st
     """A mark for more than 100 % of the ceiling, and what it means.
 
     Steps read the same ``step`` bytes again and again, of which the last-level cache holds
-    ``cache`` at most: taken as equally much of every kernel's.  Where the rest alone came faster than
-    the measured read, the ceiling was too low.  Otherwise the cache may explain it.
+    ``cache`` at most: taken as equally much of every kernel's.  Where the rest alone came faster
+    than the measured read, the ceiling was too low.  Otherwise the cache may explain it.
     """
     part = row["part"]
     if part is None or part <= 1:
