@@ -1,6 +1,7 @@
 /* Matrix products of bf16 weights with activations rounded to bf16: the same five operators.
  *
- * In: zl_bf16_12.h, zl_quantize.h, zl_streams.h, zl_tokens.h (ZL_TILE_BYTES).  Out: zl_dot_bf16, the kernels.  Next file: zl_qkv.h.
+ * In: zl_bf16_12.h, zl_math.h, zl_quantize.h, zl_streams.h, zl_tokens.h (ZL_TILE_BYTES).  Out: zl_dot_bf16, the kernels.
+ * Next file: zl_qkv.h.
  *
  * One instruction (vdpbf16ps) adds the products of two columns to 16 outputs; a rows16 block of BF16 is its operand as
  * it lies in the file.  zl_dot_pair says in which order, so an output is one chain of multiply-adds over K: the same
@@ -13,6 +14,7 @@
 #ifndef ZL_LINEAR_BF16_H
 #define ZL_LINEAR_BF16_H
 #include "zl_bf16_12.h"
+#include "zl_math.h"
 #include "zl_quantize.h"
 #include "zl_streams.h"
 #include "zl_tokens.h"
