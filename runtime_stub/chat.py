@@ -140,12 +140,12 @@ def _answer(
     ids = codec.encode(codec.render(history), raw=False)
     stream = TextStream(codec.decode, context=ids, stops=stops, write=writer(not quiet))
     sequence = scheduler.add(ids, on_token=push_to(stream), **request)
-    progress = progress_of([sequence], not quiet, scheduler.limits.max_tokens)
+    progress = progress_of([sequence], not quiet)
     try:
         while not sequence.finished:
-            scheduler.step()
             if progress is not None:
                 progress.update()
+            scheduler.step()
     except KeyboardInterrupt:
         scheduler.cancel(sequence)
     finally:

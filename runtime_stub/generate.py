@@ -313,13 +313,13 @@ def _write_id(sequence: Sequence, token: int) -> None:
     sys.stdout.flush()
 
 
-def progress_of(sequences: list[Sequence], live: bool, chunk: int) -> Optional[Progress]:
-    """A :class:`Progress` where somebody looks on; imported for them only."""
+def progress_of(sequences: list[Sequence], live: bool) -> Optional[Progress]:
+    """A :class:`Progress`; None where stderr is no terminal; the module is loaded only then."""
     if sys.stderr is None or not sys.stderr.isatty():
         return None
     from .progress import Progress
 
-    return Progress(sequences, live, chunk)
+    return Progress(sequences, live)
 
 
 def _run(session: Session, scheduler: Scheduler, progress: Optional[Progress]) -> dict[str, float]:
@@ -329,9 +329,9 @@ def _run(session: Session, scheduler: Scheduler, progress: Optional[Progress]) -
     first: Optional[float] = None
     generated = 0
     while not scheduler.idle:
-        generated += len(scheduler.step())
         if progress is not None:
             progress.update()
+        generated += len(scheduler.step())
         if first is None and generated:
             first = time.perf_counter()
             session.timings.mark("first_token")
@@ -411,7 +411,7 @@ def run_generate(session: Session, values: Values, as_json: bool) -> dict[str, A
     )
     live = len(prompts) == 1 and not as_json and not values["no_stream"]
     _submit(session, scheduler, prompts, values=values, sampling=sampling, live=live)
-    progress = progress_of([p.sequence for p in prompts if p.sequence], live, limits.max_tokens)
+    progress = progress_of([p.sequence for p in prompts if p.sequence], live)
     try:
         speed = _run(session, scheduler, progress)
     except KeyboardInterrupt:

@@ -18,9 +18,10 @@ from .options import THREADS, Option
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, Callable
 
     from .options import Values
+    from .progress import Line
     from .session import Session
 
 OPTIONS = [
@@ -31,11 +32,18 @@ OPTIONS = [
 
 def run_verify(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
     """Returns what ``--json`` prints."""
-    progress = _Progress(not as_json)
+    line = None
+    if not as_json and sys.stderr.isatty():
+        from .progress import Line
+
+        line = Line()
     start = time.perf_counter()
-    session.artifact.verify_all(progress)
+    try:
+        session.artifact.verify_all(None if line is None else _percent(line))
+    finally:
+        if line is not None:
+            line.clear()
     seconds = time.perf_counter() - start
-    progress.done()
     data: dict[str, Any] = {
         "ok": True,
         "digest": session.artifact.digest,
@@ -74,23 +82,9 @@ def _without(session: Session) -> str:
     return str(numerics.get("reason") or "the build did not say why")
 
 
-class _Progress:
-    """A percentage on stderr when that is a terminal."""
-
-    def __init__(self, wanted: bool) -> None:
-        self._wanted = wanted and sys.stderr.isatty()
-        self._last = -1
-
-    def __call__(self, done: int, total: int) -> None:
-        percent = 100 * done // max(total, 1)
-        if self._wanted and percent != self._last:
-            self._last = percent
-            sys.stderr.write(f"\rhashes {percent} %")
-            sys.stderr.flush()
-
-    def done(self) -> None:
-        if self._wanted:
-            sys.stderr.write("\r\033[K")
+def _percent(line: Line) -> Callable[[int, int], None]:
+    """Shows how much of the file is hashed."""
+    return lambda done, total: line.show(f"hashes {100 * done // max(total, 1)} %")
 
 
 def _cases(session: Session, member: str) -> list[dict[str, Any]]:
