@@ -182,22 +182,66 @@ def test_interrupt_with_json_is_one_object(artifact: Path, command: list[str]) -
     assert (data["error"], data["exit_code"]) == ("interrupted", 130)
 
 
-def test_an_interrupt_after_the_result_does_not_add_to_it(
-    ids_only: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("command", [["info"], ["info", "--wrong"]])
+def test_an_interrupt_after_the_object_does_not_add_to_it(
+    ids_only: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
-    write = sys.stdout.write
+    """The same handlers before, during and after; the exit code tells of the interrupt."""
+    write, heard = sys.stdout.write, list[int]()
+
+    def custom(number: int, _frame: object) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
 
     def late(text: str) -> int:
+        count = write(text)
         os.kill(os.getpid(), signal.SIGINT)
-        return write(text)
+        return count
 
-    before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(sys.stdout, "write", late)
-    code = main(["info", "--json"], str(ids_only))
-    monkeypatch.undo()
+    before = signal.signal(signal.SIGINT, custom)
+    try:
+        monkeypatch.setattr(sys.stdout, "write", late)
+        code = main([*command, "--json"], str(ids_only))
+        monkeypatch.undo()
+        assert signal.getsignal(signal.SIGINT) is custom
+    finally:
+        signal.signal(signal.SIGINT, before)
     out = capsys.readouterr().out
-    assert code == 0 and out.count("\n") == 1 and json.loads(out)["model"]["name"] == "fake"
-    assert signal.getsignal(signal.SIGINT) is before
+    assert (code, heard) == (130, [signal.SIGINT])
+    assert out.count("\n") == 1
+    assert ("error" in json.loads(out)) == (len(command) > 1)
+
+
+def test_who_was_told_to_ignore_interrupts_does(artifact: Path) -> None:
+    """As under ``nohup`` or in the background of a script."""
+    command = [sys.executable, "-I", "-S", str(artifact), "chat", "--json"]
+    pipe = subprocess.PIPE
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        settle(process.pid)
+        process.send_signal(signal.SIGINT)
+        out, _err = process.communicate(b"", timeout=30)
+    assert process.returncode == 0 and json.loads(out)["turns"] == 0
+
+
+def test_two_interrupts_end_what_nobody_reads(artifact: Path, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"tokens": [1]}\n' * 3000)  # more than a pipe holds
+    command = [sys.executable, "-I", "-S", str(artifact), "generate", "--prompts-file", str(file)]
+    command += ["-n", "1", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        for _ in range(2):
+            settle(process.pid)
+            process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+        assert process.stdout is not None and process.stderr is not None
+        out, err = process.stdout.read(), process.stderr.read()
+    assert b"Traceback" not in err
+    assert out.startswith(b'{"results"') and b"interrupted" not in out
 
 
 def test_closed_output_is_no_error(ids_only: Path) -> None:
