@@ -14,6 +14,7 @@ from .generate import (
     MAX_PROMPT_BYTES,
     RUNNING,
     SAMPLING,
+    SEED,
     count_of,
     note_cut,
     progress_of,
@@ -36,6 +37,7 @@ OPTIONS = [
     Option(("-n", "--max-new-tokens"), "per answer; default: the context", integer(1), metavar="N"),
     Option(("--system",), "system message", word, metavar="TEXT"),
     *SAMPLING,
+    SEED,
     Option(("--stop",), "end before this text (may be repeated)", word, metavar="TEXT", many=True),
     *RUNNING,
 ]

@@ -38,9 +38,15 @@ SAMPLING = [
     Option(("--min-p",), "drop tokens less likely than this times the likeliest", number(0, 1),
            metavar="P"),
     Option(("--repetition-penalty",), "above 1: repeat less", number(0.01, 100), metavar="X"),
-    Option(("--seed",), "same seed, same text (default: random); prompt i of a file, from 0: N + i",
-           integer(0, (1 << 64) - 1), metavar="N"),
 ]  # fmt: skip
+_SEED, _SEED_HELP = integer(0, (1 << 64) - 1), "same seed, same text (default: random)"
+SEED = Option(("--seed",), _SEED_HELP, _SEED, metavar="N")
+_SEEDS = Option(
+    ("--seed",),
+    f"{_SEED_HELP}; with --prompts-file each next prompt's is one more",
+    _SEED,
+    metavar="N",
+)
 RUNNING = [
     THREADS,
     Option(("--pin",), "keep each thread on its CPU"),
@@ -55,6 +61,7 @@ GENERATE = [
     Option(("--prompts-file",), "one prompt per line (.jsonl: strings or {\"prompt\":..} or "
            "{\"tokens\":[..]}); all run together", word, metavar="FILE"),
     *SAMPLING,
+    _SEEDS,
     Option(("--stop",), "end before this text (may be repeated)", word, metavar="TEXT", many=True),
     Option(("--ignore-eos",), "do not end at the model's end-of-text token"),
     Option(("--no-stream",), "print when finished, not as it comes"),
@@ -71,7 +78,7 @@ class Prompt:
         self.ids = ids
         self.text = text
         self.where = where
-        self.seed = 0
+        self.seed: Optional[int] = None
         self.stream: Optional[TextStream] = None
         self.sequence: Optional[Sequence] = None
 
@@ -269,7 +276,7 @@ def _submit(
     count = values["max_new_tokens"] or DEFAULT_NEW_TOKENS
     for number_, prompt in enumerate(prompts):
         params = _seeded(sampling, number_)
-        prompt.seed = params.seed
+        prompt.seed = params.seed if params.temperature > 0 else None
         on_token: Any = None
         if prompt.text is not None:
             from .stream import TextStream

@@ -18,6 +18,7 @@ from .options import THREADS, Option
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Any, Callable
 
     from .options import Values
@@ -60,7 +61,7 @@ def run_verify(session: Session, values: Values, as_json: bool) -> dict[str, Any
         return data
     member = session.manifest.get("golden")
     if not member:
-        data["golden_why"] = _without(session)
+        data["golden_why"] = without_golden(session.manifest)
         sys.stderr.write(f"note: no golden prompts in this artifact: {data['golden_why']}\n")
         return data
     session.require_host()
@@ -73,12 +74,12 @@ def run_verify(session: Session, values: Values, as_json: bool) -> dict[str, Any
     return data
 
 
-def _without(session: Session) -> str:
-    """Why the artifact has no golden prompts."""
-    entries = session.manifest.get("entry_points") or ()
+def without_golden(manifest: Mapping[str, Any]) -> str:
+    """Why an artifact has no golden prompts."""
+    entries = manifest.get("entry_points") or ()
     if not any(e.get("name") == "step" for e in entries):
-        return "they are a language model's"
-    numerics = session.manifest.get("numerics") or {}
+        return "only language models have them"
+    numerics = manifest.get("numerics") or {}
     return str(numerics.get("reason") or "the build did not say why")
 
 

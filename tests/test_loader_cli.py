@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ast
+import errno
 import json
 import os
 import signal
@@ -323,6 +324,8 @@ def test_each_prompt_of_a_file_has_its_own_seed(
     assert [r["tokens"] for r in results] == [expected([9], 5, seed=s) for s in (11, 12, 13)]
     last = Run(capsys, artifact, *args, str((1 << 64) - 1)).json["results"]
     assert [r["seed"] for r in last] == [(1 << 64) - 1, 0, 1]
+    greedy = Run(capsys, artifact, *args[:-3], "--seed", "11").json["results"]
+    assert [r["seed"] for r in greedy] == [None] * 3
 
 
 def test_sampling_options_without_a_temperature_get_a_note(
@@ -634,7 +637,7 @@ def test_verify_finds_damage_and_wrong_numbers(artifact: Path, tmp_path: Path, c
         ({"numerics": {"reason": "--no-verify"}}, "--no-verify"),
         ({"numerics": {}}, "the build did not say why"),
         ({"entry_points": loader_fake.manifest()["entry_points"][1:]},
-         "they are a language model's"),
+         "only language models have them"),
     ],
 )  # fmt: skip
 def test_verify_says_why_no_golden_prompt_ran(
@@ -906,7 +909,7 @@ def test_run_reads_and_writes_arrays(artifact: Path, tmp_path: Path, capsys: Any
 
 
 def test_run_shows_first_values_and_makes_the_folder(
-    artifact: Path, tmp_path: Path, capsys: Any
+    artifact: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import numpy as np
 
@@ -918,10 +921,19 @@ def test_run_shows_first_values_and_makes_the_folder(
     new = tmp_path / "a" / "b"
     assert str(new / "y.npy") in Run(capsys, artifact, *given, "--output-dir", str(new)).out
     assert np.load(new / "y.npy").shape == (10,)
-    np.save(tmp_path / "x.npy", np.zeros(0, dtype=np.float32))
     for bad in (str(tmp_path / "x.npy"), "", "/proc/none"):
         refused = Run(capsys, artifact, *given, "--output-dir", bad)
-        assert refused.code == 2 and "--output-dir is not a folder" in refused.err
+        assert refused.code == 2 and "cannot make --output-dir: " in refused.err
+    unused = tmp_path / "unused"
+    assert Run(capsys, artifact, "run", "--output-dir", str(unused)).code == 2
+    assert not unused.exists()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "makedirs", full)
+    refused = Run(capsys, artifact, *given, "--output-dir", str(unused))
+    assert refused.code == 8 and "cannot make --output-dir: No space left" in refused.err
 
 
 # .npy and options -------------------------------------------------------------------------------
