@@ -67,9 +67,18 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback o
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
+class _Object:
+    """The one of ``--json``: once begun, an interrupt prints no second one."""
+
+    begun = False
+
+
 def print_json(value: object) -> None:
     """One JSON object on one line."""
-    print(_json(value), flush=True)
+    line, write = _json(value) + "\n", sys.stdout.write
+    _Object.begun = True
+    write(line)
+    sys.stdout.flush()
 
 
 def _json(value: object) -> str:
@@ -94,7 +103,7 @@ def _settle(stream: TextIO) -> None:
     would change the exit code."""
     try:
         stream.flush()
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyboardInterrupt):
         _drop(stream)
 
 
@@ -133,6 +142,7 @@ def guarded(command: Command) -> Command:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         as_json, debug = kwargs.get("as_json", False), kwargs.get("debug", False)
+        _Object.begun = False
         try:
             command(*args, **kwargs)
             sys.stdout.flush()
@@ -144,7 +154,7 @@ def guarded(command: Command) -> Command:
         except KeyboardInterrupt:
             error = Interrupted("interrupted")
             _say(error.what, sys.stderr)
-            if as_json:
+            if as_json and not _Object.begun:
                 _say(_json(error.as_dict()), sys.stdout)
             code = error.exit_code
         except BrokenPipeError:  # whoever read stdout has gone

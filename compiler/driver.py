@@ -42,7 +42,7 @@ from .artifact.writer import WrittenWeights, write_artifact
 from .cache import CompileCache, compiler_digest
 from .frontends import load_model
 from .frontends.config import LoadedModel
-from .lower.lower import LowerOptions, lower
+from .lower.lower import LowerOptions, check_max_context, lower
 from .memory.check import check_plan
 from .memory.plan import memory_need, plan
 from .numerics.verify import GateInputs, Verified, cannot_run, verify_weights
@@ -303,13 +303,8 @@ def _choose(request: CompileRequest, model: LoadedModel) -> _Choices:
                 where=model.name,
                 next_step="leave it out",
             )
-    elif request.max_context is not None and request.max_context > model.config.max_context:
-        raise UsageError(
-            f"--max-context {request.max_context} is more than the model's "
-            f"{model.config.max_context} positions",
-            where=model.name,
-            next_step=f"use at most {model.config.max_context}",
-        )
+    else:
+        check_max_context(request.max_context or 0, model.config.max_context, model.name)
     return _Choices(
         quantize=request.quantize,
         activations=activations,
@@ -348,9 +343,11 @@ def _defaults(request: CompileRequest, choices: _Choices, model: LoadedModel) ->
         else:
             block = request.target.default("kv_block_size")
             whole = -(-request.max_context // block) * block
-            if whole != request.max_context:
+            held = min(whole, config.max_context)
+            if held != request.max_context:
                 source = f"{request.max_context} rounded up to whole KV blocks of {block}"
-                found.append(("max_context", whole, source))
+                source += "" if held == whole else ", at most the model's"
+                found.append(("max_context", held, source))
     return [f"{name} = {value} ({source})" for name, value, source in found]
 
 

@@ -14,6 +14,7 @@ from .generate import (
     MAX_PROMPT_BYTES,
     RUNNING,
     SAMPLING,
+    SEED,
     count_of,
     note_cut,
     progress_of,
@@ -36,6 +37,7 @@ OPTIONS = [
     Option(("-n", "--max-new-tokens"), "per answer; default: the context", integer(1), metavar="N"),
     Option(("--system",), "system message", word, metavar="TEXT"),
     *SAMPLING,
+    SEED,
     Option(("--stop",), "end before this text (may be repeated)", word, metavar="TEXT", many=True),
     *RUNNING,
 ]
@@ -140,12 +142,12 @@ def _answer(
     ids = codec.encode(codec.render(history), raw=False)
     stream = TextStream(codec.decode, context=ids, stops=stops, write=writer(not quiet))
     sequence = scheduler.add(ids, on_token=push_to(stream), **request)
-    progress = progress_of([sequence], not quiet, scheduler.limits.max_tokens)
+    progress = progress_of([sequence], not quiet)
     try:
         while not sequence.finished:
-            scheduler.step()
             if progress is not None:
                 progress.update()
+            scheduler.step()
     except KeyboardInterrupt:
         scheduler.cancel(sequence)
     finally:

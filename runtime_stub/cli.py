@@ -42,6 +42,12 @@ COMMANDS = {
 }
 
 
+class _Object:
+    """The one of ``--json``: once begun, whatever happens later prints no second one."""
+
+    begun = False
+
+
 #: command -> the entry point that an artifact must have for it
 _ENTRY = {"generate": "step", "chat": "step", "bench": "step", "run": "run"}
 
@@ -54,6 +60,17 @@ def main(
     """Runs one command.  ``mask`` hides CPU features, for tests that play a lesser machine."""
     args = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in args
+    _Object.begun = False
+    try:
+        return _guarded(args, as_json, artifact_path, mask)
+    except KeyboardInterrupt:
+        return _interrupted(as_json)
+
+
+def _guarded(
+    args: list[str], as_json: bool, artifact_path: Optional[str], mask: Iterable[str]
+) -> int:
+    """A mistake becomes a line and an exit code; an interrupt stays one."""
     try:
         _standard_streams()
         code = _dispatch(args, artifact_path, mask)
@@ -61,9 +78,6 @@ def main(
         return code
     except ZerolayerError as e:
         return _fail(e, as_json)
-    except KeyboardInterrupt:
-        # whoever pressed the keys knows; whoever reads the object has to be told
-        return _fail(Interrupted("interrupted"), True) if as_json else Interrupted.exit_code
     except BrokenPipeError:
         _drop(1)
         return EXIT_OK
@@ -77,9 +91,18 @@ def main(
         return _fail(ResourceError(f"the system refused: {e}"), as_json)
     except Exception as e:
         return _fail(_unexpected(e), as_json)
-    finally:
-        if argv is not None:  # the process goes on
-            _hear_interrupts()
+
+
+def _interrupted(as_json: bool) -> int:
+    """Whoever pressed the keys knows; whoever reads the object has to be told.  A second interrupt
+    while that is written, because nobody reads, ends the waiting."""
+    try:
+        if as_json and not _Object.begun:
+            return _fail(Interrupted("interrupted"), True)
+        sys.stdout.flush()
+    except (KeyboardInterrupt, OSError):
+        _drop(1)
+    return Interrupted.exit_code
 
 
 def _unexpected(error: Exception) -> ZerolayerError:
@@ -140,21 +163,14 @@ def _fail(error: ZerolayerError, as_json: bool) -> int:
 
 
 def _print_json(data: dict[str, Any]) -> None:
-    """The one object: an interrupt that comes now or later is too late to be another."""
+    """The one object, if none was begun."""
     import json
-    import signal
 
-    with suppress(ValueError):  # a thread that is not the main one
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.stdout.write(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def _hear_interrupts() -> None:
-    """Undoes what :func:`_print_json` did about interrupts."""
-    signal = sys.modules.get("signal")
-    if signal is not None and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        with suppress(ValueError):
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+    line = json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n"
+    write = sys.stdout.write
+    if not _Object.begun:
+        _Object.begun = True
+        write(line)
 
 
 def applicable(path: Optional[str]) -> list[str]:

@@ -38,9 +38,15 @@ SAMPLING = [
     Option(("--min-p",), "drop tokens less likely than this times the likeliest", number(0, 1),
            metavar="P"),
     Option(("--repetition-penalty",), "above 1: repeat less", number(0.01, 100), metavar="X"),
-    Option(("--seed",), "same seed, same text (default: random); prompt i of a file, from 0: N + i",
-           integer(0, (1 << 64) - 1), metavar="N"),
 ]  # fmt: skip
+_SEED, _SEED_HELP = integer(0, (1 << 64) - 1), "same seed, same text (default: random)"
+SEED = Option(("--seed",), _SEED_HELP, _SEED, metavar="N")
+_SEEDS = Option(
+    ("--seed",),
+    f"{_SEED_HELP}; with --prompts-file each next prompt's is one more",
+    _SEED,
+    metavar="N",
+)
 RUNNING = [
     THREADS,
     Option(("--pin",), "keep each thread on its CPU"),
@@ -55,6 +61,7 @@ GENERATE = [
     Option(("--prompts-file",), "one prompt per line (.jsonl: strings or {\"prompt\":..} or "
            "{\"tokens\":[..]}); all run together", word, metavar="FILE"),
     *SAMPLING,
+    _SEEDS,
     Option(("--stop",), "end before this text (may be repeated)", word, metavar="TEXT", many=True),
     Option(("--ignore-eos",), "do not end at the model's end-of-text token"),
     Option(("--no-stream",), "print when finished, not as it comes"),
@@ -71,7 +78,7 @@ class Prompt:
         self.ids = ids
         self.text = text
         self.where = where
-        self.seed = 0
+        self.seed: Optional[int] = None
         self.stream: Optional[TextStream] = None
         self.sequence: Optional[Sequence] = None
 
@@ -269,7 +276,7 @@ def _submit(
     count = values["max_new_tokens"] or DEFAULT_NEW_TOKENS
     for number_, prompt in enumerate(prompts):
         params = _seeded(sampling, number_)
-        prompt.seed = params.seed
+        prompt.seed = params.seed if params.temperature > 0 else None
         on_token: Any = None
         if prompt.text is not None:
             from .stream import TextStream
@@ -313,13 +320,13 @@ def _write_id(sequence: Sequence, token: int) -> None:
     sys.stdout.flush()
 
 
-def progress_of(sequences: list[Sequence], live: bool, chunk: int) -> Optional[Progress]:
-    """A :class:`Progress` where somebody looks on; imported for them only."""
+def progress_of(sequences: list[Sequence], live: bool) -> Optional[Progress]:
+    """A :class:`Progress`; None where stderr is no terminal; the module is loaded only then."""
     if sys.stderr is None or not sys.stderr.isatty():
         return None
     from .progress import Progress
 
-    return Progress(sequences, live, chunk)
+    return Progress(sequences, live)
 
 
 def _run(session: Session, scheduler: Scheduler, progress: Optional[Progress]) -> dict[str, float]:
@@ -329,9 +336,9 @@ def _run(session: Session, scheduler: Scheduler, progress: Optional[Progress]) -
     first: Optional[float] = None
     generated = 0
     while not scheduler.idle:
-        generated += len(scheduler.step())
         if progress is not None:
             progress.update()
+        generated += len(scheduler.step())
         if first is None and generated:
             first = time.perf_counter()
             session.timings.mark("first_token")
@@ -411,7 +418,7 @@ def run_generate(session: Session, values: Values, as_json: bool) -> dict[str, A
     )
     live = len(prompts) == 1 and not as_json and not values["no_stream"]
     _submit(session, scheduler, prompts, values=values, sampling=sampling, live=live)
-    progress = progress_of([p.sequence for p in prompts if p.sequence], live, limits.max_tokens)
+    progress = progress_of([p.sequence for p in prompts if p.sequence], live)
     try:
         speed = _run(session, scheduler, progress)
     except KeyboardInterrupt:

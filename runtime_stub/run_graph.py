@@ -6,6 +6,7 @@ with ``--output-dir`` also ``NAME.npy`` files there.  Next file: ``npy.py``.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -180,8 +181,6 @@ def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]
     for name in (*entry["inputs"], *entry["outputs"]):
         if buffers.get(name, {}).get("dtype") not in DTYPES:
             raise IntegrityError(f"the manifest does not describe {name}", where=session.path)
-    if values["output_dir"] is not None:
-        _make_folder(values["output_dir"])
     profile = _profile(session, values, entry)
     try:
         inputs, outputs, dims, shapes = _arrays(session, entry, buffers, values["input"])
@@ -191,6 +190,8 @@ def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]
             where=session.path,
             next_step="build the artifact again",
         ) from None
+    if values["output_dir"] is not None:
+        _make_folder(values["output_dir"])
     session.memory.require(0, session.path)
     threads, _why = session.threads(values["threads"])
     engine = session.start(0, threads)
@@ -222,12 +223,14 @@ def run_graph(session: Session, values: Values, as_json: bool) -> dict[str, Any]
 
 
 def _make_folder(folder: str) -> None:
-    """The folder of ``--output-dir``, before the work."""
+    """The folder of ``--output-dir``, once the inputs are read."""
     try:
         os.makedirs(folder, exist_ok=True)
     except (OSError, ValueError) as e:
         why = getattr(e, "strerror", None) or e
-        raise UsageError(f"--output-dir is not a folder: {why}", where=folder) from None
+        full = getattr(e, "errno", None) in {errno.ENOSPC, errno.EDQUOT}
+        kind = ResourceError if full else UsageError
+        raise kind(f"cannot make --output-dir: {why}", where=folder) from None
 
 
 def _file_name(name: str) -> str:

@@ -18,9 +18,11 @@ from .options import THREADS, Option
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from collections.abc import Mapping
+    from typing import Any, Callable
 
     from .options import Values
+    from .progress import Line
     from .session import Session
 
 OPTIONS = [
@@ -31,11 +33,18 @@ OPTIONS = [
 
 def run_verify(session: Session, values: Values, as_json: bool) -> dict[str, Any]:
     """Returns what ``--json`` prints."""
-    progress = _Progress(not as_json)
+    line = None
+    if not as_json and sys.stderr.isatty():
+        from .progress import Line
+
+        line = Line()
     start = time.perf_counter()
-    session.artifact.verify_all(progress)
+    try:
+        session.artifact.verify_all(None if line is None else _percent(line))
+    finally:
+        if line is not None:
+            line.clear()
     seconds = time.perf_counter() - start
-    progress.done()
     data: dict[str, Any] = {
         "ok": True,
         "digest": session.artifact.digest,
@@ -52,7 +61,7 @@ def run_verify(session: Session, values: Values, as_json: bool) -> dict[str, Any
         return data
     member = session.manifest.get("golden")
     if not member:
-        data["golden_why"] = _without(session)
+        data["golden_why"] = without_golden(session.manifest)
         sys.stderr.write(f"note: no golden prompts in this artifact: {data['golden_why']}\n")
         return data
     session.require_host()
@@ -65,32 +74,18 @@ def run_verify(session: Session, values: Values, as_json: bool) -> dict[str, Any
     return data
 
 
-def _without(session: Session) -> str:
-    """Why the artifact has no golden prompts."""
-    entries = session.manifest.get("entry_points") or ()
+def without_golden(manifest: Mapping[str, Any]) -> str:
+    """Why an artifact has no golden prompts."""
+    entries = manifest.get("entry_points") or ()
     if not any(e.get("name") == "step" for e in entries):
-        return "they are a language model's"
-    numerics = session.manifest.get("numerics") or {}
+        return "only language models have them"
+    numerics = manifest.get("numerics") or {}
     return str(numerics.get("reason") or "the build did not say why")
 
 
-class _Progress:
-    """A percentage on stderr when that is a terminal."""
-
-    def __init__(self, wanted: bool) -> None:
-        self._wanted = wanted and sys.stderr.isatty()
-        self._last = -1
-
-    def __call__(self, done: int, total: int) -> None:
-        percent = 100 * done // max(total, 1)
-        if self._wanted and percent != self._last:
-            self._last = percent
-            sys.stderr.write(f"\rhashes {percent} %")
-            sys.stderr.flush()
-
-    def done(self) -> None:
-        if self._wanted:
-            sys.stderr.write("\r\033[K")
+def _percent(line: Line) -> Callable[[int, int], None]:
+    """Shows how much of the file is hashed."""
+    return lambda done, total: line.show(f"hashes {100 * done // max(total, 1)} %")
 
 
 def _cases(session: Session, member: str) -> list[dict[str, Any]]:

@@ -231,6 +231,18 @@ def test_whatever_a_command_raises_is_one_line(
         assert "Traceback" in debug.err
 
 
+def test_an_interrupt_after_the_object_prints_no_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(value: object) -> None:
+        print_json(value)
+        raise KeyboardInterrupt
+
+    print_json = cli.print_json
+    monkeypatch.setattr(cli, "print_json", late)
+    done = zerolayer("targets", "--json")
+    assert (done.code, done.err) == (130, "interrupted\n")
+    assert done.out.count("\n") == 1 and "targets" in done.json()
+
+
 def test_a_reader_that_goes_away() -> None:
     script = Path(sys.executable).with_name("zerolayer")
     with subprocess.Popen(

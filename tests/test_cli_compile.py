@@ -252,8 +252,24 @@ def test_max_context_is_rounded_aloud_and_checked_early(tiny_llama: Path, tmp_pa
     exact = zerolayer(*command, *place, 64).json()["decisions"]
     assert not any("rounded" in line for line in exact)
     refused = zerolayer(*command, *place, 10**6)
-    refused.one_error(2, "--max-context 1000000 is more than the model's")
+    refused.one_error(2, "--max-context 1000000 is not between 1 and the model's")
     assert "passes" not in refused.err
+
+
+def test_max_context_is_never_more_than_the_models(tiny_llama: Path, tmp_path: Path) -> None:
+    """80 positions are two and a half KV blocks of 32."""
+    model = tmp_path / "m"
+    shutil.copytree(tiny_llama, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 80}))
+    out = tmp_path / "a.zla"
+    command = ("compile", model, "--target", "x86-64-v3", "--no-verify", "--json", "-o", out)
+    found = zerolayer(*command, "--max-context", 70).json()["decisions"]
+    said = "max_context = 80 (70 rounded up to whole KV blocks of 32, at most the model's)"
+    assert said in found
+    assert zerolayer("inspect", out, "--json").json()["max_context"] == 80
+    whole = zerolayer(*command, "--max-context", 80).json()["decisions"]
+    assert not any("rounded" in line for line in whole)
 
 
 def test_a_verdict_from_the_cache_says_so(
@@ -291,7 +307,7 @@ def test_verify(tiny_artifact: Path, tmp_path: Path) -> None:
     assert "ok" in zerolayer("verify", tiny_artifact).out
     found = zerolayer("verify", tiny_artifact, "--json").json()
     assert (found["status"], found["golden"]) == ("ok", "not run")
-    assert "FILE verify runs them" in found["golden_why"]
+    assert found["golden_why"] == "--no-verify"
     raw = bytearray(tiny_artifact.read_bytes())
     raw[70_000] ^= 1  # in the weights
     damaged = tmp_path / "damaged.zla"

@@ -57,8 +57,8 @@ def native(place: Path) -> list[int]:
 
 
 def test_a_bare_python_runs_every_command(place: Path, native: list[int]) -> None:
-    for command in (["info"], ["check"], ["verify"]):
-        done = run(place, *command, "--json")
+    for command in ("info", "check", "verify"):
+        done = run(place, command, "--json")
         assert done.returncode == 0, (command, done.stderr)
         assert isinstance(json.loads(done.stdout.splitlines()[-1]), dict)
     text = run(place, "generate", "--raw", "-n", "3", "w3 w5 w8 w13")

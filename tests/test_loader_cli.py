@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ast
+import errno
 import json
 import os
 import signal
@@ -182,22 +183,66 @@ def test_interrupt_with_json_is_one_object(artifact: Path, command: list[str]) -
     assert (data["error"], data["exit_code"]) == ("interrupted", 130)
 
 
-def test_an_interrupt_after_the_result_does_not_add_to_it(
-    ids_only: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("command", [["info"], ["info", "--wrong"]])
+def test_an_interrupt_after_the_object_does_not_add_to_it(
+    ids_only: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
-    write = sys.stdout.write
+    """The same handlers before, during and after; the exit code tells of the interrupt."""
+    write, heard = sys.stdout.write, list[int]()
+
+    def custom(number: int, _frame: object) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
 
     def late(text: str) -> int:
+        count = write(text)
         os.kill(os.getpid(), signal.SIGINT)
-        return write(text)
+        return count
 
-    before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(sys.stdout, "write", late)
-    code = main(["info", "--json"], str(ids_only))
-    monkeypatch.undo()
+    before = signal.signal(signal.SIGINT, custom)
+    try:
+        monkeypatch.setattr(sys.stdout, "write", late)
+        code = main([*command, "--json"], str(ids_only))
+        monkeypatch.undo()
+        assert signal.getsignal(signal.SIGINT) is custom
+    finally:
+        signal.signal(signal.SIGINT, before)
     out = capsys.readouterr().out
-    assert code == 0 and out.count("\n") == 1 and json.loads(out)["model"]["name"] == "fake"
-    assert signal.getsignal(signal.SIGINT) is before
+    assert (code, heard) == (130, [signal.SIGINT])
+    assert out.count("\n") == 1
+    assert ("error" in json.loads(out)) == (len(command) > 1)
+
+
+def test_who_was_told_to_ignore_interrupts_does(artifact: Path) -> None:
+    """As under ``nohup`` or in the background of a script."""
+    command = [sys.executable, "-I", "-S", str(artifact), "chat", "--json"]
+    pipe = subprocess.PIPE
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        settle(process.pid)
+        process.send_signal(signal.SIGINT)
+        out, _err = process.communicate(b"", timeout=30)
+    assert process.returncode == 0 and json.loads(out)["turns"] == 0
+
+
+def test_two_interrupts_end_what_nobody_reads(artifact: Path, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"tokens": [1]}\n' * 3000)  # more than a pipe holds
+    command = [sys.executable, "-I", "-S", str(artifact), "generate", "--prompts-file", str(file)]
+    command += ["-n", "1", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        for _ in range(2):
+            settle(process.pid)
+            process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+        assert process.stdout is not None and process.stderr is not None
+        out, err = process.stdout.read(), process.stderr.read()
+    assert b"Traceback" not in err
+    assert out.startswith(b'{"results"') and b"interrupted" not in out
 
 
 def test_closed_output_is_no_error(ids_only: Path) -> None:
@@ -279,6 +324,8 @@ def test_each_prompt_of_a_file_has_its_own_seed(
     assert [r["tokens"] for r in results] == [expected([9], 5, seed=s) for s in (11, 12, 13)]
     last = Run(capsys, artifact, *args, str((1 << 64) - 1)).json["results"]
     assert [r["seed"] for r in last] == [(1 << 64) - 1, 0, 1]
+    greedy = Run(capsys, artifact, *args[:-3], "--seed", "11").json["results"]
+    assert [r["seed"] for r in greedy] == [None] * 3
 
 
 def test_sampling_options_without_a_temperature_get_a_note(
@@ -590,7 +637,7 @@ def test_verify_finds_damage_and_wrong_numbers(artifact: Path, tmp_path: Path, c
         ({"numerics": {"reason": "--no-verify"}}, "--no-verify"),
         ({"numerics": {}}, "the build did not say why"),
         ({"entry_points": loader_fake.manifest()["entry_points"][1:]},
-         "they are a language model's"),
+         "only language models have them"),
     ],
 )  # fmt: skip
 def test_verify_says_why_no_golden_prompt_ran(
@@ -862,7 +909,7 @@ def test_run_reads_and_writes_arrays(artifact: Path, tmp_path: Path, capsys: Any
 
 
 def test_run_shows_first_values_and_makes_the_folder(
-    artifact: Path, tmp_path: Path, capsys: Any
+    artifact: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import numpy as np
 
@@ -874,10 +921,19 @@ def test_run_shows_first_values_and_makes_the_folder(
     new = tmp_path / "a" / "b"
     assert str(new / "y.npy") in Run(capsys, artifact, *given, "--output-dir", str(new)).out
     assert np.load(new / "y.npy").shape == (10,)
-    np.save(tmp_path / "x.npy", np.zeros(0, dtype=np.float32))
     for bad in (str(tmp_path / "x.npy"), "", "/proc/none"):
         refused = Run(capsys, artifact, *given, "--output-dir", bad)
-        assert refused.code == 2 and "--output-dir is not a folder" in refused.err
+        assert refused.code == 2 and "cannot make --output-dir: " in refused.err
+    unused = tmp_path / "unused"
+    assert Run(capsys, artifact, "run", "--output-dir", str(unused)).code == 2
+    assert not unused.exists()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "makedirs", full)
+    refused = Run(capsys, artifact, *given, "--output-dir", str(unused))
+    assert refused.code == 8 and "cannot make --output-dir: No space left" in refused.err
 
 
 # .npy and options -------------------------------------------------------------------------------

@@ -18,11 +18,15 @@ from typing import Any
 
 from zerolayer.runtime_stub.container import Artifact, open_artifact
 from zerolayer.runtime_stub.errors import IntegrityError
+from zerolayer.runtime_stub.verify import without_golden
 from zerolayer.targets.injection import read_note
 from zerolayer.targets.program import BOUNDS
 
 Row = Mapping[str, Any]
 VIEWS = ("kernels", "injected", "memory", "roofline", "manifest")
+
+
+_GOLDEN = "this checks bytes on any machine; FILE verify runs them on the host"
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Verified:
     members: int
     sections: int
     bytes: int
+    golden_why: str
 
     def as_dict(self) -> dict[str, object]:
         """For ``--json``."""
@@ -45,7 +50,7 @@ class Verified:
             "bytes": self.bytes,
             "status": "ok",
             "golden": "not run",
-            "golden_why": "this checks bytes on any machine; FILE verify runs them on the host",
+            "golden_why": self.golden_why,
         }
 
 
@@ -67,6 +72,9 @@ def verify_file(path: Path, progress: Callable[[int, int], None] | None = None) 
                         next_step="build the artifact again",
                     )
         return Verified(
+            golden_why=_GOLDEN
+            if artifact.manifest.get("golden")
+            else without_golden(artifact.manifest),
             path=str(path),
             digest=artifact.digest,
             members=len(artifact.names),

@@ -56,6 +56,16 @@ _DTYPES = {
 }
 
 
+def check_max_context(wanted: int, limit: int, where: str) -> None:
+    """UsageError for more positions than the model has; 0 asks for all of them."""
+    if not 0 <= wanted <= limit:
+        raise UsageError(
+            f"--max-context {wanted} is not between 1 and the model's {limit} positions",
+            where=where,
+            next_step=f"use at most {limit}",
+        )
+
+
 @dataclass(frozen=True)
 class LowerOptions:
     """``dims`` bounds the symbols of a ``run`` graph; others get the target's ``dim_bound``.
@@ -116,11 +126,7 @@ class _Lowering:
             return {}
         wanted = self.options.max_context
         limit = self.config.max_context if self.config else self.target.default("max_context")
-        if wanted < 0 or wanted > limit:
-            raise UsageError(
-                f"--max-context {wanted} is not between 1 and the model's {limit} positions",
-                next_step=f"use at most {limit}",
-            )
+        check_max_context(wanted, limit, self.graph.name or "")
         return {
             "T": self.target.default("max_tokens"),
             "S": self.target.default("max_seqs"),
